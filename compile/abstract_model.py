@@ -18,6 +18,7 @@ from ..modelzoo.attention.paged import PageReader
 from ..modelzoo.cache.state_spec import array_bytes
 from ..modelzoo.config import AS_PUBLISHED, Arrangement, DecoderConfig
 from ..modelzoo.decoder import Decoder
+from ..modelzoo.errors import UserError
 from ..modelzoo.layer_groups import block_layers, layers_name, single_layer_names
 from ..modelzoo.moe_config import LOSSLESS, Dispatch
 from ..modelzoo.operations import ON_ONE_DEVICE, Operations
@@ -258,7 +259,7 @@ class AbstractModel:
         ranks = {name: adapters.rank_of(name) for name in self._variables if self.can_adapt(name)}
         found = {name.partition("layers.")[2].partition(".")[2] for name in ranks}
         if unknown := sorted(adapters.ranks.keys() - found):
-            raise ValueError(
+            raise UserError(
                 f"plan adapters.ranks: expected weights of {', '.join(sorted(found))}, got "
                 f"{unknown[0]!r}. Remove it, or plan again for this model."
             )

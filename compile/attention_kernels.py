@@ -22,6 +22,7 @@ from ..modelzoo.attention.paged import PageReader, attend_in_groups
 from ..modelzoo.config import Arrangement, DecoderConfig
 from ..modelzoo.config_values import check_choice
 from ..modelzoo.cpu.objects import is_loaded
+from ..modelzoo.errors import UserError
 from ..modelzoo.kernels.call import AttentionCall
 from ..modelzoo.kernels.cpu_attention import (
     STEP,
@@ -297,7 +298,7 @@ def choose(
         else:
             refusal = kernel.refuses(calls, platform)
         if kernel is None or refusal is not None:
-            raise ValueError(
+            raise UserError(
                 f"[attention] {phase}: expected a kernel that can serve it, got {asked!r}: "
                 f"{refusal}. Set it to {AUTO!r} or to another kernel."
             )

@@ -1,7 +1,7 @@
 """Lowers and compiles every graph of a grid, in threads, and reports progress.
 
-This is the only module that lowers. Knows nothing of requests or files. Guarantees: the result has
-every executable that a run calls, so nothing is left to compile.
+Knows nothing of requests or files. Guarantees: the result has every executable that a run calls, so
+nothing is left to compile.
 """
 
 import os

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
+from ..modelzoo.errors import UserError
 from .graphs.graph_kinds import EMPTY_STATE, GRAPH_KINDS, GraphKey
 from .graphs.steps import DecodeState
 from .grids.bucket_grid import BucketGrid
 
 
-class GraphNotPlanned(ValueError):
+class GraphNotPlanned(UserError):
     """A call for a graph that the plan does not have."""
 
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..modelzoo.errors import UserError
 from .graphs.graph_kinds import GRAPH_KINDS
 from .plan_tables import check_keys
 
@@ -53,11 +54,11 @@ def read_options(table: Any) -> CompilerOptions:
     check_keys("[compiler]", table, set(), set(KINDS))
     for kind, options in table.items():
         if not isinstance(options, Mapping):
-            raise ValueError(f"[compiler.{kind}]: expected a table, got {options!r}.")
+            raise UserError(f"[compiler.{kind}]: expected a table, got {options!r}.")
         for name, value in options.items():
             is_finite = not isinstance(value, float) or math.isfinite(value)
             if not is_finite or not isinstance(value, str | int | float):
-                raise ValueError(
+                raise UserError(
                     f"compiler.{kind}.{name}: expected a string, a finite number, true or false, "
                     f"got {value!r}."
                 )

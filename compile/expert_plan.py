@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from ..modelzoo.config import DecoderConfig
 from ..modelzoo.config_values import check_choice
+from ..modelzoo.errors import UserError
 from ..modelzoo.moe_config import LOSSLESS, Dispatch
 from ..sharding.layout import PHASES
 from .plan_tables import PlanTable, check_keys, table_lines
@@ -35,12 +36,12 @@ class ExpertPlan(PlanTable, name="experts"):
         for phase in PHASES:
             dispatch = getattr(self, phase)
             if not isinstance(dispatch, Dispatch):
-                raise ValueError(
+                raise UserError(
                     f"[experts.{phase}]: expected a Dispatch such as Dispatch('capacity', 1.5), "
                     f"got {dispatch!r}."
                 )
             if dispatch.tiles != LOSSLESS.tiles:
-                raise ValueError(
+                raise UserError(
                     f"[experts.{phase}] tiles: expected the target's tiles, got others. Leave "
                     f"them out of the dispatch."
                 )
@@ -87,4 +88,4 @@ def _dispatch(phase: str, table: Any) -> Dispatch:
     try:
         return Dispatch(table["dispatch"], table.get("capacity_factor"))
     except ValueError as error:
-        raise ValueError(f"{where} {error}") from None
+        raise UserError(f"{where} {error}") from None

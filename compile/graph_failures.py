@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ..modelzoo.errors import UserError
 from .graphs.graph_kinds import GRAPH_KINDS, GraphKey
 from .grids.bucket_grid import BucketGrid
 
@@ -26,7 +27,7 @@ class GraphFailed(RuntimeError):
         return type(self), (self.key, self.grid, self.problem)
 
 
-class CompilerOptionRefused(ValueError):
+class CompilerOptionRefused(UserError):
     """An option that the compiler does not know, or a value that it refuses."""
 
     exit_code = 2

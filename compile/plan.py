@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..modelzoo.config_values import check_choice
+from ..modelzoo.errors import UserError
 from ..modelzoo.weights.weight_formats import BYTE_DTYPES, SCALE_DTYPES, WeightFormat
 from ..sharding.layout import PHASES, Layout
 from .attention_kernels import AUTO_ATTENTION, AttentionPlan
@@ -94,11 +95,11 @@ class Numbers(PlanTable, name="numbers"):
     def __post_init__(self):
         """Refuse an unknown dtype or format."""
         if self.dtype not in DTYPES:
-            raise ValueError(f"numbers.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
+            raise UserError(f"numbers.dtype: expected {' or '.join(DTYPES)}, got {self.dtype!r}.")
         if self.weights != KEPT:
             _check_format("numbers", self.weights, self.group, (KEPT,))
         elif self.group:
-            raise ValueError(
+            raise UserError(
                 f"numbers.group: expected 0, as published weights have their own groups, got "
                 f"{self.group!r}. Remove it."
             )
@@ -106,7 +107,7 @@ class Numbers(PlanTable, name="numbers"):
         check_choice("numbers.activations", self.activations, ACTIVATIONS)
         for name in ("rules", "published"):
             if not isinstance(value := getattr(self, name), Mapping):
-                raise ValueError(f"numbers.{name}: expected a table, got {value!r}.")
+                raise UserError(f"numbers.{name}: expected a table, got {value!r}.")
         _check_published(self.weights, self.published)
         for pattern, rule in self.rules.items():
             where = f"numbers.rules {pattern!r}"
@@ -114,7 +115,7 @@ class Numbers(PlanTable, name="numbers"):
             _check_format(where, rule["weights"], rule.get("group", 0))
         formats = {self.weights, *(rule["weights"] for rule in self.rules.values())}
         if self.activations != FLOAT and formats == {FLOAT}:
-            raise ValueError(
+            raise UserError(
                 f"numbers.activations: with {self.activations!r}, expected weights in int8, got "
                 f"float weights alone. Change weights, or set activations = {FLOAT!r}."
             )
@@ -131,7 +132,7 @@ class Numbers(PlanTable, name="numbers"):
             default = _format(self.weights, self.group)
             return WeightRules(default, tuple(rules), rounds_activations=rounds)
         if not self.published:
-            raise ValueError(
+            raise UserError(
                 f"numbers.published: expected the formats of the checkpoint, as weights is "
                 f"{KEPT}, got none. Make the plan with the weights of the model."
             )
@@ -160,7 +161,7 @@ def published_table(form: WeightFormat) -> dict[str, Any]:
 def _check_published(weights: str, published: Mapping[str, Any]) -> None:
     """Refuse entries of the table `numbers.published` that no checkpoint has."""
     if published and weights != KEPT:
-        raise ValueError(
+        raise UserError(
             f"numbers.published: expected none, as weights is {weights!r}, got "
             f"{len(published)} formats. Remove it, or set weights = {KEPT!r}."
         )
@@ -179,12 +180,12 @@ def _check_format(where: str, weights: Any, group: Any, others: tuple[str, ...] 
     check_choice(f"{where}.weights", weights, (FLOAT, *WEIGHTS, *others))
     _check_group(where, group)
     if weights == FLOAT and group:
-        raise ValueError(
+        raise UserError(
             f"{where}.group: expected 0, as float weights have no scales, got {group}. Remove it, "
             f'or set weights = "int8" or "int4".'
         )
     if weights == "float8" and group:
-        raise ValueError(
+        raise UserError(
             f"{where}.group: expected 0, as float8 weights have one scale for each output feature, "
             f"got {group}. Remove it."
         )
@@ -192,7 +193,7 @@ def _check_format(where: str, weights: Any, group: Any, others: tuple[str, ...] 
 
 def _check_group(where: str, group: Any) -> None:
     if type(group) is not int or group < 0 or group == 1:
-        raise ValueError(
+        raise UserError(
             f"{where}.group: expected 0 for one scale per output feature, or at least 2 input "
             f"features, got {group!r}."
         )
@@ -238,13 +239,13 @@ class Plan:
         check_text("plan max_length_reason", self.max_length_reason)
         has_capacity = self.experts is not None and self.experts.prefill.kind == "capacity"
         if has_capacity and self.buckets.embed:
-            raise ValueError(
+            raise UserError(
                 "plan [experts.prefill]: expected lossless dispatch with buckets.embed, as the "
                 "other texts of a call decide what a capacity drops. Set dispatch = "
                 '"lossless".'
             )
         if has_capacity and self.buckets.prefixes is not None:
-            raise ValueError(
+            raise UserError(
                 "plan [prefixes]: expected none with experts of a fixed capacity in prefill, where "
                 'the other rows of a call decide what a prefix loses. Set dispatch = "lossless" in '
                 "[experts.prefill], or leave [prefixes] out."
@@ -252,7 +253,7 @@ class Plan:
         self._check_experts_of_pages()
         built = {kind.options for kind in GRAPH_KINDS.values() if kind.is_built(self.buckets)}
         if unused := [kind for kind in self.compiler if kind not in built]:
-            raise ValueError(
+            raise UserError(
                 f"plan [compiler]: expected options for graphs that the plan has, got {unused}. "
                 f"Remove them."
             )
@@ -265,7 +266,7 @@ class Plan:
             dispatch = getattr(self.experts, phase)
             if dispatch.kind != "capacity":
                 continue
-            raise ValueError(
+            raise UserError(
                 f"plan [experts.{phase}]: expected lossless dispatch, or at least {most} "
                 f"buckets.pages, got a capacity_factor of {dispatch.capacity_factor:g} and {pages} "
                 "pages: rows that lack pages are computed again beside other rows, and these would "
@@ -304,7 +305,7 @@ class Plan:
         """
         schema = table.get("schema", SCHEMA)
         if schema != SCHEMA or type(schema) is not int:
-            raise ValueError(
+            raise UserError(
                 f"plan schema: expected {SCHEMA}, got {schema!r}. Plan again with this version, "
                 f"or use the version of noria that wrote the plan."
             )

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Set
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
+from ..modelzoo.errors import UserError
+
 _BARE_KEY = re.compile("[A-Za-z0-9_-]+")
 _ESCAPES = {ord("\\"): "\\\\", ord('"'): '\\"'}
 _ESCAPES |= {code: f"\\u{code:04X}" for code in [*range(0x20), 0x7F]}
@@ -69,10 +71,10 @@ def check_keys(
       ValueError: The value is no table, or its keys are wrong.
     """
     if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: expected a table, got {table!r}.")
+        raise UserError(f"{where}: expected a table, got {table!r}.")
     unknown, missing = set(table) - required - optional, required - set(table)
     if unknown or missing:
-        raise ValueError(
+        raise UserError(
             f"{where}: expected the keys {sorted(required | optional)}; "
             f"unknown {sorted(unknown)}, missing {sorted(missing)}."
         )
@@ -81,13 +83,13 @@ def check_keys(
 def check_text(name: str, value: object) -> None:
     """Raise ValueError unless a value is a string."""
     if not isinstance(value, str):
-        raise ValueError(f"{name}: expected a string, got {value!r}.")
+        raise UserError(f"{name}: expected a string, got {value!r}.")
 
 
 def check_flag(name: str, value: object) -> None:
     """Raise ValueError unless a value is true or false."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name}: expected true or false, got {value!r}.")
+        raise UserError(f"{name}: expected true or false, got {value!r}.")
 
 
 def check_number(name: str, value: Any, *, above: float | None = None) -> None:
@@ -96,7 +98,7 @@ def check_number(name: str, value: Any, *, above: float | None = None) -> None:
     is_large = is_number and (value >= 0 if above is None else value > above)
     if not (is_large and math.isfinite(value)):
         wanted = "from 0 up" if above is None else f"above {above:g}"
-        raise ValueError(f"{name}: expected a number {wanted}, got {value!r}.")
+        raise UserError(f"{name}: expected a number {wanted}, got {value!r}.")
 
 
 def table_lines(name: str, values: Mapping[str, Any]) -> list[str]:
@@ -117,7 +119,7 @@ def key_lines(values: Mapping[str, Any], prefix: str = "") -> list[str]:
         try:
             lines.append(f"{key if _BARE_KEY.fullmatch(key) else toml(key)} = {toml(value)}")
         except ValueError as error:
-            raise ValueError(f"{prefix}{ascii(key)[1:-1]}: {error}") from None
+            raise UserError(f"{prefix}{ascii(key)[1:-1]}: {error}") from None
     return lines
 
 
@@ -131,7 +133,7 @@ def toml(value: Any) -> str:
         return f"{{{', '.join(key_lines(value))}}}"
     if isinstance(value, str):
         if _SURROGATE.search(value):
-            raise ValueError(
+            raise UserError(
                 f"expected text that can be written in UTF-8, got {value!a}, which has lone "
                 f"surrogates. Rename it."
             )

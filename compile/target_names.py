@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from ..modelzoo.errors import UserError
 from .device_kinds import TPU_KINDS
 from .gpu_kinds import GPU_KINDS, GPUS_PER_HOST, host_topology
 
@@ -22,7 +23,7 @@ _NAME = re.compile(
 )
 
 
-class UnknownTarget(ValueError):
+class UnknownTarget(UserError):
     """A target that cannot be parsed or is not present."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from ..modelzoo.errors import UserError
 from ..modelzoo.layer_groups import single_layer_names
 from ..modelzoo.weights.weight_formats import Quantisation, WeightFormat, common_format
 
@@ -55,7 +56,7 @@ class WeightRules:
         patterns += [("published", pattern) for pattern, _ in self.published]
         for key, pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                raise ValueError(
+                raise UserError(
                     f"numbers.{key} {pattern!r}: expected a pattern of parameter paths such as "
                     f"'layers.*.mlp.down', got one that matches no parameter of the model. "
                     f"Change or remove it."
@@ -78,7 +79,7 @@ class WeightRules:
         if self.published and not any(_matches(name, dict(self.rules)) for name in names):
             return common_format(formats)
         if len(formats) > 1:
-            raise ValueError(
+            raise UserError(
                 f"numbers.rules: with model.scan_layers, expected one format for {parameter}, got "
                 f"{' and '.join(sorted(str(x or FLOAT) for x in formats))}. Write rules that hold "
                 f"for all of these layers, or do not scan layers."
@@ -90,7 +91,7 @@ class WeightRules:
         if matching:
             pattern, weight_format = matching[-1]
             if weight_format is not None and not is_weight:
-                raise ValueError(
+                raise UserError(
                     f"numbers.rules {pattern!r}: expected to match weights of products, got "
                     f"{name}, which is always float. Write a narrower pattern."
                 )
@@ -116,7 +117,7 @@ def _check_has_integers(parameter: str, weight_format: WeightFormat) -> None:
     """
     form = weight_format
     if (form.codes, form.group, form.has_offsets) != ("int8", 0, False):
-        raise ValueError(
+        raise UserError(
             f'numbers.activations: with "int8", expected int8 without groups and offsets, or '
             f"float, for {parameter}, got {form}. Write a rule for this parameter, or set "
             f"activations = {FLOAT!r}."
@@ -127,7 +128,7 @@ def _check_groups(parameter: str, quantisation: Quantisation, shape: tuple[int, 
     """Check that a weight has whole groups."""
     group, num_inputs = quantisation.format.group, quantisation.num_inputs(shape)
     if group and num_inputs % group:
-        raise ValueError(
+        raise UserError(
             f"numbers.group: expected a divisor of the {num_inputs} input features of {parameter}, "
             f"got {group}. Take another group, or write a rule for this parameter."
         )

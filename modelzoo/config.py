@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, Literal, get_args
 
 from .config_values import check_choice, check_count, check_positive
+from .errors import UserError
 from .layer_config import AlikeLayers, Attention, BothSides, Layer
 from .moe_config import MoeConfig
 from .pooling_config import MEAN, Pooling
@@ -93,12 +94,12 @@ class DecoderConfig:
         for name in ("vocab_size", "embed", "num_layers", "max_position"):
             check_count(name, getattr(self, name))
         if not self.attentions:
-            raise ValueError("layers: expected a layer with attention, got none.")
+            raise UserError("layers: expected a layer with attention, got none.")
         if self.norm_bias and any(attention.qk_norm for attention in self.attentions):
-            raise ValueError("norm_bias: expected false beside qk_norm, not implemented, got true.")
+            raise UserError("norm_bias: expected false beside qk_norm, not implemented, got true.")
         experts = dict.fromkeys(layer.moe for layer in self.layers if layer.moe is not None)
         if len(experts) > 1:
-            raise ValueError(
+            raise UserError(
                 f"layers: expected the same experts in all sparse layers, got {len(experts)} kinds."
             )
 
@@ -196,12 +197,12 @@ class Arrangement:
         for attention in config.attentions:
             copies = self.kv_copies(attention.num_kv_heads)
             if (num_queries := attention.heads_per_kv) % copies:
-                raise ValueError(
+                raise UserError(
                     f"head_shards: expected copies of a key/value head that divide its "
                     f"{num_queries} query heads, got {copies}. Split the heads over fewer devices."
                 )
         if self.padded_vocab is not None and self.padded_vocab < config.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"padded_vocab: expected at least the {config.vocab_size} tokens of the "
                 f"vocabulary, got {self.padded_vocab}. Padding adds rows and drops none."
             )

@@ -7,6 +7,8 @@ name, the expected value and the actual one.
 import math
 from collections.abc import Iterable
 
+from .errors import UserError
+
 MAX_COUNT = 2**31 - 1
 """Largest count: positions and token counts are 32-bit integers on devices."""
 
@@ -16,7 +18,7 @@ def check_count(name: str, value: object) -> None:
     if not is_count(value):
         is_large = isinstance(value, int) and value > MAX_COUNT
         expected = f"at most {MAX_COUNT}" if is_large else "a positive integer"
-        raise ValueError(f"{name}: expected {expected}, got {value!r}.")
+        raise UserError(f"{name}: expected {expected}, got {value!r}.")
 
 
 def is_count(value: object) -> bool:
@@ -28,11 +30,11 @@ def is_count(value: object) -> bool:
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     """Raise ValueError unless the value is one of the choices."""
     if value not in (known := tuple(choices)):
-        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}.")
+        raise UserError(f"{name}: expected one of {', '.join(known)}, got {value!r}.")
 
 
 def check_positive(owner: str, **numbers: float | None) -> None:
     """Raise ValueError for a number that is not finite and above 0; None is allowed."""
     for name, number in numbers.items():
         if number is not None and not (math.isfinite(number) and number > 0):
-            raise ValueError(f"{owner}.{name}: expected a finite number above 0, got {number!r}.")
+            raise UserError(f"{owner}.{name}: expected a finite number above 0, got {number!r}.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from .config_values import check_choice, check_count, check_positive
+from .errors import UserError
 from .latent_config import LatentAttention
 from .moe_config import MoeConfig
 from .rope_config import NoRope, RopeConfig
@@ -105,34 +106,34 @@ class Attention:
         for name in ("num_query_heads", "num_kv_heads", "head_dim"):
             check_count(name, getattr(self, name))
         if self.num_query_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"num_query_heads: expected a multiple of num_kv_heads ({self.num_kv_heads}), "
                 f"got {self.num_query_heads}."
             )
         if self.latent is not None:
             self._check_latent(self.latent)
         if self.rope_dim % 2:
-            raise ValueError(f"head_dim: rotary embedding needs an even size, got {self.rope_dim}.")
+            raise UserError(f"head_dim: rotary embedding needs an even size, got {self.rope_dim}.")
         if isinstance(self.rope, RopeConfig):
             rotated = self.rope.rotated or self.rope_dim
             if not 2 <= rotated <= self.rope_dim or rotated % 2:
-                raise ValueError(
+                raise UserError(
                     f"rope.rotated: expected an even number of a head's {self.rope_dim} entries, "
                     f"got {self.rope.rotated}."
                 )
         if self.window is not None and window_size(self.window) < 1:
-            raise ValueError(f"windows: expected positive window sizes, got {self.window}.")
+            raise UserError(f"windows: expected positive window sizes, got {self.window}.")
 
     def _check_latent(self, latent: LatentAttention) -> None:
         """Check that sizes fit latent attention, and that no option of other attention is set."""
         if (self.num_kv_heads, self.head_dim) != (self.num_query_heads, latent.head_dim):
-            raise ValueError(
+            raise UserError(
                 f"latent: expected {self.num_query_heads} num_kv_heads, one a query head, with a "
                 f"head_dim of {latent.head_dim}, plain_dim and rope_dim together, got "
                 f"{self.num_kv_heads} with {self.head_dim}."
             )
         if isinstance(self.rope, NoRope):
-            raise ValueError(f"latent: expected layers that rotate, got {self.rope}.")
+            raise UserError(f"latent: expected layers that rotate, got {self.rope}.")
         options = {
             "qkv_bias": self.qkv_bias,
             "output_bias": self.output_bias,
@@ -140,7 +141,7 @@ class Attention:
             "sinks": self.has_sinks,
         }
         if used := [option for option, value in options.items() if value]:
-            raise ValueError(f"latent: expected no {', '.join(used)} beside it: not implemented.")
+            raise UserError(f"latent: expected no {', '.join(used)} beside it: not implemented.")
 
     @property
     def heads_per_kv(self) -> int:
@@ -236,9 +237,7 @@ class Layer:
         parts = self.attention, self.feed_forward
         if parts == (None, None) or (self.is_parallel and None in parts):
             both = "both if they are parallel" if self.is_parallel else "or both"
-            raise ValueError(
-                f"layers: expected attention, a feed-forward part, {both}, got {self}."
-            )
+            raise UserError(f"layers: expected attention, a feed-forward part, {both}, got {self}.")
 
     @property
     def moe(self) -> MoeConfig | None:
@@ -291,11 +290,11 @@ class AlikeLayers(AlikeOptions):
         """Check the sizes of which each layer has one."""
         sparse = self.sparse
         if self.moe is not None and sparse is not None and len(sparse) != len(self.windows):
-            raise ValueError(
+            raise UserError(
                 f"sparse: expected {len(self.windows)} entries, one a layer, got {len(sparse)}."
             )
         if not self.is_gated and self.moe is not None:
-            raise ValueError("is_gated: expected true beside experts, got false.")
+            raise UserError("is_gated: expected true beside experts, got false.")
 
     def layers(self) -> tuple[Layer, ...]:
         """The layers, in the order in which they run."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from .config_values import check_choice
+from .errors import UserError
 
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 """The function from router logits to scores: a softmax over all experts, a softmax over the chosen
@@ -52,21 +53,21 @@ class Routing:
         if self.groups is not None:
             count, chosen, best = self.groups.count, self.groups.chosen, self.groups.best
             if count < 1 or self.num_experts % count or not 1 <= chosen <= count:
-                raise ValueError(
+                raise UserError(
                     f"routing.groups: expected a divisor of {self.num_experts} experts and no "
                     f"more chosen groups than there are, got {self.groups}."
                 )
             if not 1 <= best <= self.num_experts // count:
-                raise ValueError(
+                raise UserError(
                     f"routing.groups.best: expected 1 to {self.num_experts // count}, got {best}."
                 )
             available = self.num_experts // count * chosen
         if not 1 <= self.num_chosen <= available:
-            raise ValueError(
+            raise UserError(
                 f"routing.num_chosen: expected 1 to {available} experts, got {self.num_chosen}."
             )
         if not (math.isfinite(self.scale) and self.scale > 0):
-            raise ValueError(f"routing.scale: expected a number above 0, got {self.scale!r}.")
+            raise UserError(f"routing.scale: expected a number above 0, got {self.scale!r}.")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class MoeConfig:
     def __post_init__(self):
         for name, size, minimum in (("mlp", self.mlp, 1), ("shared_mlp", self.shared_mlp, 0)):
             if not isinstance(size, int) or size < minimum:
-                raise ValueError(f"moe.{name}: expected an integer from {minimum}, got {size!r}.")
+                raise UserError(f"moe.{name}: expected an integer from {minimum}, got {size!r}.")
 
 
 class Tiles(NamedTuple):
@@ -148,12 +149,12 @@ class Dispatch:
         are_powers = mean_divisor > 0 and math.frexp(mean_divisor)[0] == 0.5
         are_powers &= all(size.bit_count() == 1 for size in (min_rows, max_rows))
         if not (0 < min_rows <= max_rows and are_powers):
-            raise ValueError(f"tiles: expected growing powers of two, got {self.tiles}.")
+            raise UserError(f"tiles: expected growing powers of two, got {self.tiles}.")
         check_choice("dispatch", self.kind, get_args(DispatchKind))
         factor = self.capacity_factor
         if self.kind != "capacity":
             if factor is not None:
-                raise ValueError(
+                raise UserError(
                     f"capacity_factor: expected none with {self.kind!r}, got {factor!r}. Leave it "
                     f"out, or choose 'capacity'."
                 )
@@ -164,7 +165,7 @@ class Dispatch:
             or not math.isfinite(factor)
             or factor <= 0
         ):
-            raise ValueError(f"capacity_factor: expected a number above 0, got {factor!r}.")
+            raise UserError(f"capacity_factor: expected a number above 0, got {factor!r}.")
 
     def tile(self, num_choices: int, num_experts: int) -> int:
         """The rows of a tile: the mean load divided by `tiles.mean_divisor`, within the limits.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .config_values import check_choice
+from .errors import UserError
 
 PoolingKind = Literal["first", "last", "mean", "max"]
 """The states of a text that are pooled: its first or its last one, their mean, or their maximum."""
@@ -28,7 +29,7 @@ class Projection:
 
     def __post_init__(self):
         if not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"pooling: expected a positive size, got {self.size!r}.")
+            raise UserError(f"pooling: expected a positive size, got {self.size!r}.")
         check_choice("pooling activation", self.activation, get_args(ProjectionActivation))
 
 
@@ -54,7 +55,7 @@ class Pooling:
         check_choice("pooling", self.kind, get_args(PoolingKind))
         check_choice("pooling scores", self.scores, get_args(ScoreActivation))
         if self.labels and (not self.projections or self.projections[-1].size != len(self.labels)):
-            raise ValueError(
+            raise UserError(
                 f"pooling.labels: expected one for each output, got {len(self.labels)}."
             )
 

@@ -6,6 +6,8 @@ The options are data; `rope` computes with them. Knows nothing of layers or head
 import math
 from dataclasses import dataclass
 
+from .errors import UserError
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -79,6 +81,6 @@ class NoRope:
 
     def __post_init__(self):
         if not (math.isfinite(self.scale) and self.scale >= 0) or self.interval < 1:
-            raise ValueError(
+            raise UserError(
                 f"rope: expected a scale of at least 0 and an interval of at least 1, got {self}."
             )

@@ -15,7 +15,7 @@ from .process.stop_signals import StopNow, StopSignals, at_forced_end, ignore_si
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; a user's error becomes one line on stderr.
+    """Run one subcommand; an error becomes one line on stderr, below the traceback of a bug.
 
     Args:
         arguments: The command line without the program's name; by default that of this process.
@@ -38,12 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
     except BaseException as error:
         code = errors.exit_code(error)
-        if code is None:
-            _tell_pod(arguments, repr(error), 1)
-            raise
-        if "--debug" in arguments:
+        if "--debug" in arguments or code == errors.EXIT_BUG:
             tell(sys.stderr, traceback.format_exc().rstrip())
-        else:
+        if code == errors.EXIT_BUG:
+            tell(sys.stderr, f"noria: {errors.REPORT}")
+        elif "--debug" not in arguments:
             tell(sys.stderr, f"noria: {errors.message(error)}")
         _tell_pod(arguments, errors.message(error), code, is_stop=errors.is_stop(error))
         if errors.is_stop(error):

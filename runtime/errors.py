@@ -1,7 +1,9 @@
 """The exit codes and the errors that users see, and the way a command ends with an error.
 
-Every error derives from a built-in error and says what was expected, what came, and the remedy. An
-exception may have its exit code in an attribute `exit_code`. Does not know about subcommands.
+Every error says what was expected, what came, and the remedy. Errors of what users give are
+`UserError`s; errors of devices and other programs derive from built-in errors, and may have their
+exit code in an attribute `exit_code`. Every other exception is a bug. Does not know about
+subcommands.
 """
 
 import difflib
@@ -9,6 +11,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+
+from ..modelzoo.errors import UserError as UserError
 
 EXIT_OK = 0
 """Every row has a result."""
@@ -20,19 +24,25 @@ EXIT_MODEL = 3
 """A model or a checkpoint cannot be used."""
 EXIT_BUILD = 4
 """A graph does not compile, or something does not fit into memory."""
+EXIT_BUG = 70
+"""An error that noria does not expect, which is a mistake in it."""
 EXIT_RESUMABLE = 75
 """The job was stopped; the same command resumes it."""
 EXIT_INTERRUPTED = 130
 """Ctrl-C ended the command."""
+REPORT = (
+    "this is a bug of noria, and not of what it was given. Please report the lines above, with the "
+    "command and the output of noria doctor. Rows that have finished are kept."
+)
 _MAX_JOINED = 20
 """The number of errors of a row that are written out."""
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A plan, layout, option or table with an unknown key or an invalid value."""
 
 
-class UnusableFile(ValueError):
+class UnusableFile(UserError):
     """A given file that cannot be read or written."""
 
 
@@ -40,7 +50,7 @@ class InputError(UnusableFile):
     """An input file that cannot be used."""
 
 
-class RowError(ValueError):
+class RowError(UserError):
     """The error of a row: a code for programs, and a message for people.
 
     Codes: invalid_json, invalid_utf8, invalid_line, missing_custom_id, duplicate_custom_id,
@@ -93,11 +103,11 @@ class JobError(_WithExitCode, RuntimeError):
     """A job that cannot continue, with the exit code of its command."""
 
 
-class StartFailed(_WithExitCode, ValueError):
+class StartFailed(_WithExitCode, UserError):
     """A pod that does not start, with the exit code of all its processes."""
 
 
-class JournalError(ValueError):
+class JournalError(UserError):
     """A journal on disk that this job cannot continue."""
 
 
@@ -119,27 +129,27 @@ class JournalWriteError(OSError):
     exit_code = EXIT_RESUMABLE
 
 
-class OutputIsLocked(ValueError):
+class OutputIsLocked(UserError):
     """An output that another process is writing."""
 
 
-class MergeError(ValueError):
+class MergeError(UserError):
     """Files that cannot be merged: not all parts of one job, or a part twice or not finished."""
 
 
-class NoPlanFits(ValueError):
+class NoPlanFits(UserError):
     """A search that found no plan, because no grid fits the limits."""
 
 
-class CacheUnusable(ValueError):
+class CacheUnusable(UserError):
     """The reason why compiled programs are not kept."""
 
 
-class BundleUnusable(ValueError):
+class BundleUnusable(UserError):
     """The reason why a file of a bundle is not used."""
 
 
-class BundleRequired(ValueError):
+class BundleRequired(UserError):
     """A bundle that the user requires, and that cannot be used."""
 
     exit_code = EXIT_USAGE
@@ -157,11 +167,11 @@ class OutOfMemory(RuntimeError):
     exit_code = EXIT_BUILD
 
 
-class InvalidTokenizer(ValueError):
+class InvalidTokenizer(UserError):
     """Tokenizer files that are corrupt, contradictory or of an unknown kind."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A model on disk that cannot be used as it is."""
 
     exit_code = EXIT_MODEL
@@ -233,15 +243,24 @@ def check_process() -> None:
         )
 
 
-def exit_code(error: BaseException) -> int | None:
-    """The exit code of a user's error; None for an unexpected error, which needs its traceback."""
+def exit_code(error: BaseException) -> int:
+    """The exit code of an error; `EXIT_BUG` for one that noria does not expect."""
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
+    if is_of_machine(error):
+        return EXIT_BUILD
     # an ImportError names a missing optional package
-    return EXIT_USAGE if isinstance(error, ValueError | OSError | ImportError) else None
+    return EXIT_USAGE if isinstance(error, UserError | OSError | ImportError) else EXIT_BUG
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Whether the compiler, a device or the memory failed."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    # without an import of jax
+    return not names.isdisjoint({"JaxRuntimeError", "XlaRuntimeError", "MemoryError"})
 
 
 def is_stop(error: BaseException) -> bool:

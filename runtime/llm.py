@@ -30,7 +30,7 @@ from .devices import backends
 from .devices.default_target import default_target
 from .embedding.texts import pack
 from .embedding.vectors import EmbeddingOutput, EmbeddingRequestOutput, shortened
-from .errors import check_process, invalid_request
+from .errors import UserError, check_process, invalid_request
 from .files.run_config import read_instant, read_plan_table
 from .parameters.vllm_options import CALL, CHAT, EMBED, MODEL, also_accepts
 from .planning.plan_arguments import PlanArguments, check_kinds
@@ -285,12 +285,12 @@ class LLM:
         """
         embedder, pooling = self._require_open(), self._config.pooling
         if not self.plan.buckets.embed:
-            raise ValueError(
+            raise UserError(
                 "embed: expected a model for vectors of texts, got one that generates. Open it "
                 "with LLM(..., runner='pooling')."
             )
         if pooling.labels:
-            raise ValueError(
+            raise UserError(
                 "embed: expected a model of embeddings, got a classifier. Give /v1/classify rows "
                 "to noria batch."
             )
@@ -328,13 +328,13 @@ class LLM:
     def _require_open(self) -> Session:
         check_process()
         if self._generator is None:
-            raise ValueError("LLM: expected an open model, got one after close(). Make another.")
+            raise UserError("LLM: expected an open model, got one after close(). Make another.")
         return self._generator
 
     def _require_generation(self) -> Session:
         generator = self._require_open()
         if self.plan.buckets.embed:
-            raise ValueError(
+            raise UserError(
                 "LLM: expected a model that generates, got one for vectors of texts. Call embed, "
                 "or open it with runner='generate'."
             )

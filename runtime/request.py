@@ -1,24 +1,24 @@
 """The types of the runtime: sampling parameters, requests and outputs.
 
 Names and defaults of `SamplingParams`, `RequestOutput` and `CompletionOutput` are vLLM's
-(github.com/vllm-project/vllm, sampling_params.py, outputs.py), with two exceptions.
-`max_tokens=None`, the default, means as many tokens as the plan's `max_length` leaves after the
-prompt. Log-probabilities are one `TokenLogprob` per token. Does not know about devices, buckets or
-files.
+(github.com/vllm-project/vllm, sampling_params.py, outputs.py); `docs/python.md` lists the
+exceptions. Does not know about devices, buckets or files.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ..modelzoo.sampling_parameters import MAX_INT, MAX_N, Parameter, SampledNumbers, table_of
 from .errors import RowError, invalid_request
 from .parameters.checks import (
     PLAIN,
     as_tuple,
     check_integer,
     check_number,
+    check_parameter,
     plain_number,
     wrong_value,
 )
@@ -29,7 +29,6 @@ from .structured.params import AllowedTokens, StructuredOutputsParams
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
@@ -66,7 +65,7 @@ class SampleRule:
     def __post_init__(self):
         """Check all values."""
         check_integer("stopping.stop_when", self.stop_when, 2, MAX_N, optional=True)
-        check_integer("stopping.probe_every", self.probe_every, 1, 2**31 - 1, optional=True)
+        check_integer("stopping.probe_every", self.probe_every, 1, MAX_INT, optional=True)
         check_integer("stopping.probes", self.probes, 1, MAX_PROBES, optional=True)
         if self.keep not in KEEP:
             raise wrong_value("stopping.keep", f"one of {', '.join(KEEP)}", self.keep)
@@ -89,19 +88,10 @@ class SampleRule:
 
 @also_accepts(SAMPLING)
 @dataclass(frozen=True)
-class SamplingParams:
-    """The sampling parameters of one request.
+class SamplingParams(SampledNumbers):
+    """The sampling parameters of one request: those of `SampledNumbers`, and others.
 
     Attributes:
-      n: Number of continuations.
-      presence_penalty: Subtracted from the logits of tokens that the output has, -2 to 2.
-      frequency_penalty: Subtracted from logits per occurrence of the token in the output, -2 to 2.
-      repetition_penalty: Divides positive logits, and multiplies negative logits, of tokens in the
-        prompt or the output.
-      temperature: Divides the logits; 0 is greedy.
-      top_p: Sample from the fewest likeliest tokens that reach this total probability.
-      top_k: Number of the likeliest tokens to sample from; 0 or -1 for no limit.
-      min_p: Minimum probability of a token, as a share of the likeliest token's probability.
       seed: Seed of the request; None derives it from the run's seed and the request's id.
       stop: Strings that end a continuation.
       stop_token_ids: Token ids that end a continuation, besides the model's own.
@@ -125,27 +115,19 @@ class SamplingParams:
       RowError: A value has a wrong type or is out of range.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] | list[str] | str = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
-    ignore_eos: bool = False
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    bad_words: tuple[str, ...] | list[str] = ()
+    seed: Annotated[int | None, Parameter("int64", -(2**63), 2**63 - 1)] = None
+    stop: Annotated[tuple[str, ...] | list[str] | str, Parameter()] = ()
+    stop_token_ids: Annotated[tuple[int, ...] | list[int], Parameter()] = ()
+    ignore_eos: Annotated[bool, Parameter("bool", of_jobs=True)] = False
+    max_tokens: Annotated[int | None, Parameter("int32", of_jobs=True)] = None
+    min_tokens: Annotated[int, Parameter("int32", of_jobs=True)] = 0
+    logprobs: Annotated[int | None, Parameter("int32", 0, MAX_LOGPROBS, in_body=False)] = None
+    prompt_logprobs: Annotated[int | None, Parameter("int32", 0, MAX_LOGPROBS)] = None
+    skip_special_tokens: Annotated[bool, Parameter("bool")] = True
+    include_stop_str_in_output: Annotated[bool, Parameter("bool")] = False
+    logit_bias: Annotated[Mapping[int, float] | None, Parameter()] = None
+    allowed_token_ids: Annotated[tuple[int, ...] | list[int] | None, Parameter()] = None
+    bad_words: Annotated[tuple[str, ...] | list[str], Parameter()] = ()
     stopping: SampleRule | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
@@ -158,23 +140,10 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         stop_ids = map(plain_number, as_tuple("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
-        check_integer("n", self.n, 1, MAX_N)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        # the bounds keep quotients of logits and sums of probabilities inside float32
-        check_number("repetition_penalty", self.repetition_penalty, 1e-10, 1e10)
-        check_number("temperature", self.temperature, 1e-20, 1e20, or_zero=True)
-        check_number("top_p", self.top_p, 1e-20, 1.0)
-        check_integer("top_k", self.top_k, -1, 2**31 - 1)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        check_integer("seed", self.seed, -(2**63), 2**63 - 1, optional=True)
-        check_integer("max_tokens", self.max_tokens, 0, 2**31 - 1, optional=True)
-        check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, optional=True)
-        check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS, optional=True)
-        for flag in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, flag), bool):
-                raise wrong_value(flag, "true or false", getattr(self, flag))
+        for name, entry in PARAMETERS.items():
+            value, is_optional = getattr(self, name), getattr(SamplingParams, name) is None
+            if value is not None or not is_optional:
+                check_parameter(name, value, entry)
         _check_stops(stop, self.stop_token_ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
@@ -236,6 +205,10 @@ class SamplingParams:
             )
         if rule.stop_when is not None and rule.stop_when > self.n:
             raise wrong_value("stopping.stop_when", f"at most n ({self.n})", rule.stop_when)
+
+
+PARAMETERS = table_of(SamplingParams)
+"""The table of all sampling parameters, by the names of their fields."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +323,7 @@ def _check_stops(stop: Sequence[str], stop_token_ids: Sequence[int]) -> None:
             "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", f"{len(stop_token_ids)} ids"
         )
     for token in stop_token_ids:
-        check_integer("stop_token_ids", token, 0, 2**31 - 1)
+        check_integer("stop_token_ids", token, 0, MAX_INT)
 
 
 def _checked_bias(logit_bias: Any) -> dict[int, float] | None:
@@ -364,7 +337,7 @@ def _checked_bias(logit_bias: Any) -> dict[int, float] | None:
         )
     plain = {plain_number(token): plain_number(bias) for token, bias in logit_bias.items()}
     for token, bias in plain.items():
-        check_integer("logit_bias", token, 0, 2**31 - 1)
+        check_integer("logit_bias", token, 0, MAX_INT)
         check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
     return plain
 
@@ -384,5 +357,5 @@ def _checked_ids(token_ids: Any) -> tuple[int, ...] | None:
     if not ids:
         raise wrong_value("allowed_token_ids", "at least one id", [])
     for token in ids:
-        check_integer("allowed_token_ids", token, 0, 2**31 - 1)
+        check_integer("allowed_token_ids", token, 0, MAX_INT)
     return ids

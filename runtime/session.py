@@ -40,7 +40,7 @@ from .engine.generation import GenerationSession
 from .engine.metrics import ExpertSetup
 from .engine.model_runner import ModelRunner
 from .engine.slot_calls import SlotCalls
-from .errors import CheckpointMismatch, InvalidConfig, OutOfMemory
+from .errors import CheckpointMismatch, InvalidConfig, OutOfMemory, UserError
 from .plans import plan_checks
 from .structured.form_compiler import make_trie
 from .structured.params import AllowedTokens
@@ -95,7 +95,7 @@ def resolve_dtype(dtype: str, target: Target) -> str:
     if dtype == "auto":
         return machine.faster_dtype(target.platform)
     if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected auto, {' or '.join(DTYPES)}, got {dtype!r}.")
+        raise UserError(f"dtype: expected auto, {' or '.join(DTYPES)}, got {dtype!r}.")
     return dtype
 
 

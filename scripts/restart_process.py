@@ -58,7 +58,7 @@ def run_stand_in(source: str, output: str, seconds_per_step: str) -> int:
         return fake.run_job(fake.settings(Path(source), Path(output)), model)
     except Exception as error:
         code = errors.exit_code(error)
-        if code is None:
+        if code == errors.EXIT_BUG:
             raise
         tell(sys.stderr, f"noria: {errors.message(error)}")
         return code

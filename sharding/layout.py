@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..modelzoo import axes
+from ..modelzoo.errors import UserError
 from .axis_rules import AxisRules
 from .mesh_layout import MeshLayout
 
@@ -84,21 +85,21 @@ class Layout:
         """
         unknown = sorted(set(table) - _KEYS)
         if unknown:
-            raise ValueError(f"{where}: expected the keys {sorted(_KEYS)}, got {unknown} too.")
+            raise UserError(f"{where}: expected the keys {sorted(_KEYS)}, got {unknown} too.")
         mesh = table.get("mesh")
         if not isinstance(mesh, Mapping) or not mesh:
-            raise ValueError(f"{where}: expected a table [mesh] of axis sizes, got {mesh!r}.")
+            raise UserError(f"{where}: expected a table [mesh] of axis sizes, got {mesh!r}.")
         phases = {}
         for phase in PHASES:
             phase_table = table.get(phase, {})
             if not isinstance(phase_table, Mapping) or set(phase_table) - {"rules"}:
-                raise ValueError(
+                raise UserError(
                     f"{where}: expected [{phase}.rules] and nothing else, got {phase_table!r}."
                 )
             phases[phase] = _rules(phase_table.get("rules", {}), f"{where} [{phase}.rules]")
         share = table.get("max_replicated", MAX_REPLICATED)
         if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
-            raise ValueError(f"{where} max_replicated: expected a share of 0 to 1, got {share!r}.")
+            raise UserError(f"{where} max_replicated: expected a share of 0 to 1, got {share!r}.")
         return cls(
             str(table.get("name", where)),
             MeshLayout.from_table(mesh),
@@ -111,7 +112,7 @@ class Layout:
 
 def _rules(table: object, where: str) -> dict[str, tuple[str, ...]]:
     if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: expected a table of rules, got {table!r}.")
+        raise UserError(f"{where}: expected a table of rules, got {table!r}.")
     return {axis: _mesh_axes(value, f"{where} {axis}") for axis, value in table.items()}
 
 
@@ -120,7 +121,7 @@ def _mesh_axes(value: object, where: str) -> tuple[str, ...]:
         return ()
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) and n for n in names):
-        raise ValueError(f"{where}: expected {_RULE}, got {value!r}.")
+        raise UserError(f"{where}: expected {_RULE}, got {value!r}.")
     return tuple(names)
 
 

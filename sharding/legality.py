@@ -13,6 +13,7 @@ from itertools import product
 from ..modelzoo import axes
 from ..modelzoo.config import DecoderConfig, head_copies
 from ..modelzoo.config_values import check_count, is_count
+from ..modelzoo.errors import UserError
 from ..modelzoo.layer_config import Attention, Mlp
 from ..modelzoo.moe_config import MoeConfig
 from ..modelzoo.weights.weight_products import Axes
@@ -32,7 +33,7 @@ _ARRAYS: dict[str, Axes] = {
 }
 
 
-class IllegalLayout(ValueError):
+class IllegalLayout(UserError):
     """An illegal layout, with all findings."""
 
     def __init__(self, layout: Layout, findings: Sequence[str]):

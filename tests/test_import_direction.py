@@ -14,9 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("modelzoo", "sharding", "compile", "runtime")
 PLACES = {
-    "modelzoo": """cpu axes config_values moe_config pooling_config rope_config latent_config
+    "modelzoo": """errors cpu axes config_values moe_config pooling_config rope_config latent_config
         weights rope structure layer_config config layer_groups cache operations attention kernels
-        sampling layers pooling moe layer_scan gqa mla block decoder products families""",
+        sampling_parameters sampling layers pooling moe layer_scan gqa mla block decoder products
+        families""",
     "compile": """monitor gpu_kinds device_kinds plan_tables weight_rules plan_evidence target_names
         hardware grids abstract_model attention_kernels graphs compiled_graphs compiler_options
         graph_failures programs program_cache targets expert_plan planning build plan

@@ -15,6 +15,7 @@ from ...modelzoo.cache.layer_state import Cache
 from ...modelzoo.cache.pages import PageCounts, allocate_pages
 from ...modelzoo.layer_groups import block_layers
 from ...modelzoo.sampling import SamplingState
+from ...modelzoo.sampling_parameters import ARRAYS, GREEDY
 from ...modelzoo.structure import BITS, StructureTables
 from ..grids.bucket_grid import BucketGrid
 from ..grids.prefill_bucket import PrefillBucket
@@ -70,33 +71,31 @@ def decode_state(
     )
 
 
-def greedy_sampling(B: int, V: int, grid: BucketGrid | None = None) -> SamplingState:
+def greedy_sampling(B: int, V: int, grid: BucketGrid | None = None, xp: Any = jnp) -> SamplingState:
     """Greedy sampling parameters, as for rows without any of their own.
 
     Args:
       B: The number of rows.
       V: The padded size of the vocabulary.
       grid: Tells whether rows have states of automata and adapters; None if they have neither.
+      xp: The module that makes the arrays, jax.numpy or numpy.
     """
     is_structured = grid is not None and grid.structured is not None
     is_adapted = grid is not None and grid.adapters is not None
     return SamplingState(
-        temperature_B=jnp.zeros(B),
-        top_k_B=jnp.zeros(B, jnp.int32),
-        top_p_B=jnp.ones(B),
-        min_p_B=jnp.zeros(B),
-        presence_B=jnp.zeros(B),
-        frequency_B=jnp.zeros(B),
-        repetition_B=jnp.ones(B),
-        key_B2=jnp.zeros((B, 2), jnp.uint32),
-        sample_B=jnp.zeros(B, jnp.int32),
-        min_length_B=jnp.zeros(B, jnp.int32),
-        stop_ids_BX=jnp.full((B, MAX_STOP_IDS), V, jnp.int32),
-        bias_ids_BY=jnp.full((B, MAX_BIASES), V, jnp.int32),
-        bias_BY=jnp.zeros((B, MAX_BIASES)),
-        num_logprobs_B=jnp.full(B, -1, jnp.int32),
-        structure_B=jnp.zeros(B, jnp.int32) if is_structured else None,
-        adapter_B=jnp.zeros(B, jnp.int32) if is_adapted else None,
+        **{
+            array: xp.full(B, getattr(GREEDY, name), dtype)
+            for name, (array, dtype) in ARRAYS.items()
+        },
+        key_B2=xp.zeros((B, 2), jnp.uint32),
+        sample_B=xp.zeros(B, jnp.int32),
+        min_length_B=xp.zeros(B, jnp.int32),
+        stop_ids_BX=xp.full((B, MAX_STOP_IDS), V, jnp.int32),
+        bias_ids_BY=xp.full((B, MAX_BIASES), V, jnp.int32),
+        bias_BY=xp.zeros((B, MAX_BIASES), jnp.float32),
+        num_logprobs_B=xp.full(B, -1, jnp.int32),
+        structure_B=xp.zeros(B, jnp.int32) if is_structured else None,
+        adapter_B=xp.zeros(B, jnp.int32) if is_adapted else None,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...modelzoo.config_values import check_count
+from ...modelzoo.errors import UserError
 from ..plan_tables import PlanTable
 
 
@@ -26,7 +27,7 @@ class AdapterGrid(PlanTable, name="adapters"):
         """Check the fields; ValueError names the wrong key."""
         check_count("adapters.count", self.count)
         if not isinstance(self.ranks, Mapping) or not self.ranks:
-            raise ValueError(
+            raise UserError(
                 f"adapters.ranks: expected a table with the ranks of weights, such as "
                 f'"mlp.down" = 16, got {self.ranks!r}.'
             )

@@ -21,6 +21,7 @@ from itertools import groupby
 from typing import Any
 
 from ...modelzoo.config_values import check_count, is_count
+from ...modelzoo.errors import UserError
 from ...sharding.call import Call
 from ..plan_tables import PlanTable, check_flag, check_keys, keys_of
 from .adapter_grid import AdapterGrid
@@ -47,7 +48,7 @@ MAX_POSITIONS = 2**40
 """The largest product of rows and length in a graph; its arrays then have under 2**63 bytes."""
 
 
-class NoBucketFits(ValueError):
+class NoBucketFits(UserError):
     """A request needs a shape that the plan does not have."""
 
 
@@ -125,16 +126,16 @@ class BucketGrid(PlanTable, name="buckets"):
         ):
             check_count(name, size)
             if size > (max_size := min(MAX_SIZE, MAX_POSITIONS // length)):
-                raise ValueError(f"{name}: expected at most {max_size}, got {size}.")
+                raise UserError(f"{name}: expected at most {max_size}, got {size}.")
         check_flag("buckets.score", self.score)
         check_flag("buckets.embed", self.embed)
         if self.embed and not only_scores:
-            raise ValueError(
+            raise UserError(
                 f"buckets.embed: expected false with decode slots, got true. Set "
                 f"buckets.decode_slots = 0 instead of {self.decode_slots!r}."
             )
         if self.embed and self.adapters is not None:
-            raise ValueError(
+            raise UserError(
                 "plan [adapters]: expected none with buckets.embed, as texts are embedded without "
                 "adapters, got one. Merge an adapter into the weights, with --merge-adapter."
             )
@@ -146,11 +147,11 @@ class BucketGrid(PlanTable, name="buckets"):
         if self.prefixes is not None:
             self.prefixes.check_beside(self.chunks, self.page, self.slot_groups or 1)
         if self.structured is not None and only_scores:
-            raise ValueError(
+            raise UserError(
                 "plan [structured]: expected none without decode slots, got one. Remove it."
             )
         if lengths[-1] > self.max_length:
-            raise ValueError(
+            raise UserError(
                 f"buckets.prefill: expected lengths of at most max_length ({self.max_length}), "
                 f"got {lengths[-1]}."
             )
@@ -367,7 +368,7 @@ class BucketGrid(PlanTable, name="buckets"):
             ("chunk", self.chunks, (), "none, as prompts in chunks need a slot"),
         ):
             if got != expected:
-                raise ValueError(
+                raise UserError(
                     f"buckets.{name}: with buckets.decode_slots = 0, by which prompts are only "
                     f"{task}, expected {shown}; got {got!r}. Change it, or plan decode slots."
                 )
@@ -380,7 +381,7 @@ class BucketGrid(PlanTable, name="buckets"):
         groups, longest = self.slot_groups or 1, self.num_pages(self.max_length)
         if self.pages < groups * longest:
             of_groups = f" in each of {groups} buckets.slot_groups" if groups > 1 else ""
-            raise ValueError(
+            raise UserError(
                 f"buckets.pages: expected at least {groups * longest}, as a row of max_length "
                 f"({self.max_length}) takes {longest} pages of {self.page}{of_groups}, got "
                 f"{self.pages}. Give more pages, or lower max_length."
@@ -389,7 +390,7 @@ class BucketGrid(PlanTable, name="buckets"):
     def _check_chunks(self, lengths: Sequence[int]) -> None:
         every = [(length, chunk) for length in lengths for chunk in self.chunks or [None]]
         if [(bucket.length, bucket.chunk) for bucket in self.prefill] != every:
-            raise ValueError(
+            raise UserError(
                 f"buckets.prefill: expected each of the lengths {list(lengths)} once, or once with "
                 f"each chunk of {list(self.chunks)}, got {list(map(tuple, self.prefill))}."
             )
@@ -397,7 +398,7 @@ class BucketGrid(PlanTable, name="buckets"):
             check_count("buckets.chunks_per_decode", self.chunks_per_decode)
             check_packed(lengths, chunk_sizes(self.chunks)[-1], self.max_length)
         elif self.chunks_per_decode is not None:
-            raise ValueError(
+            raise UserError(
                 "buckets.chunks_per_decode: expected none without buckets.chunk, got "
                 f"{self.chunks_per_decode!r}. Give a chunk, or leave it out."
             )

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...modelzoo.config_values import check_count
+from ...modelzoo.errors import UserError
 from .bucket_grid import BucketGrid
 from .grid_defaults import GridDefaults, round_up
 from .grid_values import check_page_size, chunk_sizes
@@ -139,7 +140,7 @@ def with_overrides(defaults: GridDefaults, asked: Any) -> GridDefaults:
       ValueError: `asked` is not a table, or the value of one of these keys is invalid.
     """
     if not isinstance(asked, Mapping):
-        raise ValueError(
+        raise UserError(
             f"buckets: expected a table, got {asked!r}. Set one key, as in buckets.max_length=1024."
         )
     if "chunk" in asked:
@@ -160,7 +161,7 @@ def _packed_calls(
 ) -> Sequence[PrefillBucket]:
     """The calls of chunks, which pieces of prompts share."""
     if (longest := defaults.chunks[-1]) > max_length:
-        raise ValueError(
+        raise UserError(
             f"buckets.chunk: expected at most {max_length}, the longest row of this job or model, "
             f"got {longest}. Plan a smaller chunk."
         )

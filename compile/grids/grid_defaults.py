@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...modelzoo import axes
+from ...modelzoo.errors import UserError
 from .grid_values import DEFAULT_PAGE, Count
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class GridDefaults:
         """The longest prefill bucket of a grid; ValueError if `max_length` is too short for one."""
         multiple = self.length_multiple
         if max_length < multiple:
-            raise ValueError(
+            raise UserError(
                 f"max_length: expected at least {multiple}, the pieces that the layout splits a "
                 f"row's tokens into, got {max_length}. Plan longer rows, or change the rule of "
                 f"residual_length."

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from ...modelzoo.errors import UserError
 from ...sharding.call import Call
 
 
@@ -47,7 +48,7 @@ def as_bucket(entry: object) -> PrefillBucket:
       ValueError: It is neither.
     """
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
-        raise ValueError(f"buckets.prefill: expected pairs of length and batch, got {entry!r}.")
+        raise UserError(f"buckets.prefill: expected pairs of length and batch, got {entry!r}.")
     return PrefillBucket(*entry)
 
 
@@ -61,7 +62,7 @@ def entry_buckets(entry: object, chunks: Sequence[int]) -> list[PrefillBucket]:
         wanted = "pairs of length and batch"
         if chunks:
             wanted = f"a length and a batch for each of buckets.chunk {list(chunks)}"
-        raise ValueError(f"buckets.prefill: expected {wanted}, got {entry!r}.")
+        raise UserError(f"buckets.prefill: expected {wanted}, got {entry!r}.")
     length, *batches = entry
     pairs = zip(batches, chunks or (None,), strict=True)
     return [PrefillBucket(length, batch, chunk) for batch, chunk in pairs]

@@ -15,6 +15,7 @@ from re import fullmatch
 from typing import Any, NamedTuple
 
 from ...modelzoo.config_values import check_count, is_count
+from ...modelzoo.errors import UserError
 from ..plan_tables import PlanTable
 from .grid_values import check_list
 
@@ -63,7 +64,7 @@ class PrefixGrid(PlanTable, name="prefixes"):
         entries = check_list("prefixes.shared", self.shared)
         object.__setattr__(self, "shared", tuple(map(_checked, entries)))
         if not self.shared or len(set(self.shared)) < len(self.shared):
-            raise ValueError(
+            raise UserError(
                 f"prefixes.shared: expected at least one prefix and each one once, got "
                 f"{len(self.shared)}. List each prefix once, or leave out the table."
             )
@@ -71,19 +72,19 @@ class PrefixGrid(PlanTable, name="prefixes"):
     def check_beside(self, chunks: Sequence[int], page: int | None, slot_groups: int) -> None:
         """Raise ValueError unless groups can read the prefixes in a grid of these sizes."""
         if not chunks:
-            raise ValueError(
+            raise UserError(
                 "plan [prefixes]: expected prompts in chunks beside them, as groups of rows read "
                 "pages that one graph has computed, got no buckets.chunk. Give it, or leave "
                 "[prefixes] out."
             )
         assert page is not None
         if self.length % page:
-            raise ValueError(
+            raise UserError(
                 f"prefixes.length: expected a multiple of buckets.page ({page}), as groups of "
                 f"rows read whole pages, got {self.length}. Change either."
             )
         if self.groups % slot_groups:
-            raise ValueError(
+            raise UserError(
                 f"prefixes.groups: expected a multiple of buckets.slot_groups ({slot_groups}), so "
                 f"that the rows of a group have pages on the same devices, got {self.groups}. "
                 f"Change either."
@@ -129,7 +130,7 @@ def _checked(entry: object) -> PlannedPrefix:
         length, digest = entry
         if is_count(length) and isinstance(digest, str) and fullmatch(_HASH, digest):
             return PlannedPrefix(length, digest)
-    raise ValueError(
+    raise UserError(
         f"prefixes.shared: expected pairs of a length and a hash of {2 * HASH_BYTES} hexadecimal "
         f"digits in lower case, got {entry!r}."
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from re import fullmatch
 
 from ...modelzoo.config_values import check_count
+from ...modelzoo.errors import UserError
 from ..plan_tables import PlanTable
 from .grid_values import check_list
 
@@ -44,7 +45,7 @@ class StructuredGrid(PlanTable, name="structured"):
         object.__setattr__(self, "schemas", schemas)
         is_hash = [isinstance(s, str) and fullmatch("sha256:[0-9a-f]{64}", s) for s in schemas]
         if not schemas or not all(is_hash) or len(set(schemas)) < len(schemas):
-            raise ValueError(
+            raise UserError(
                 f"structured.schemas: expected at least one hash, as sha256: and 64 digits, and "
                 f"each one once, got {list(schemas)[:3]}."
             )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...modelzoo.config_values import check_choice
+from ...modelzoo.errors import UserError
 from ...sharding.call import KINDS
 from ..plan_tables import check_keys, check_number, check_text
 
@@ -83,7 +84,7 @@ class Efficiency:
         check_choice("evidence of an efficiency", self.evidence, EVIDENCE)
         about = self.device, self.jax, self.date
         if self.evidence == "measured" and not all(about):
-            raise ValueError(
+            raise UserError(
                 f"efficiency: expected the device, the jax version and the date of what was "
                 f"measured, got {about}. Write them beside the figures."
             )
@@ -154,7 +155,7 @@ class Efficiency:
                 check_number(f"{where}.{name}.{kind}", number, above=above)
         for name in _CURVES & set(table):
             if not isinstance(table[name], Mapping):
-                raise ValueError(f"{where}.{name}: expected a table by dtype, got {table[name]!r}.")
+                raise UserError(f"{where}.{name}: expected a table by dtype, got {table[name]!r}.")
             values[name] = {
                 dtype: _shares(f"{where}.{name}.{dtype}", curve)
                 for dtype, curve in table[name].items()
@@ -177,7 +178,7 @@ def _shares(where: str, table: Any) -> Shares:
         and sorted(set(rows)) == rows
     )
     if not is_curve:
-        raise ValueError(
+        raise UserError(
             f"{where}: expected growing numbers of rows and as many shares, got {rows!r} and "
             f"{share!r}."
         )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ...modelzoo.errors import UserError
 from ..plan_tables import check_keys, check_number, check_text
 from ..target_names import TargetName
 from .efficiency import AT_PEAKS, Efficiency
@@ -15,7 +16,7 @@ from .efficiency import AT_PEAKS, Efficiency
 _NUMBERS = ("memory_bytes", "memory_rate", "link_rate")
 
 
-class UnknownHardware(ValueError):
+class UnknownHardware(UserError):
     """A target whose peaks are in no table."""
 
 
@@ -61,18 +62,18 @@ class Hardware:
             or any(type(side) is not int or side <= 1 for side in self.wraps)
             or len(set(self.wraps)) > 1
         ):
-            raise ValueError(
+            raise UserError(
                 f"hardware {self.name}.wraps: expected the sides of a block of devices, all alike, "
                 f"as [16] or [4, 4, 4], or [] for a switch, got {self.wraps!r}."
             )
         if type(self.weight_passes) is not int or self.weight_passes < 1:
-            raise ValueError(
+            raise UserError(
                 f"hardware {self.name}.weight_passes: expected an integer of at least 1, got "
                 f"{self.weight_passes!r}."
             )
         check_text(f"hardware {self.name}.source", self.source)
         if not self.flops:
-            raise ValueError(
+            raise UserError(
                 f"hardware {self.name}.flops: expected a rate for at least one dtype, got none."
             )
 
@@ -89,7 +90,7 @@ class Hardware:
     def peak(self, dtype: str) -> float:
         """Operations per second of products of a dtype."""
         if dtype not in self.flops:
-            raise ValueError(
+            raise UserError(
                 f"hardware {self.name}: expected a rate for {dtype}, got {sorted(self.flops)}. "
                 f"Add flops.{dtype} to a hardware table of your own."
             )
@@ -141,7 +142,7 @@ def read_hardware(tables: Mapping[str, Any]) -> dict[str, Hardware]:
             {"clock", "weight_passes", "price_per_hour", "efficiency"},
         )
         if not isinstance(table["flops"], Mapping):
-            raise ValueError(
+            raise UserError(
                 f"hardware {name}.flops: expected a table by dtype, got {table['flops']!r}."
             )
         values = dict(table)

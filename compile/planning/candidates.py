@@ -16,6 +16,7 @@ from itertools import product
 
 import numpy as np
 
+from ...modelzoo.errors import UserError
 from ..grids.bucket_grid import BucketGrid
 from ..grids.default_grid import grid_of
 from ..grids.grid_defaults import GridDefaults, round_up
@@ -87,7 +88,7 @@ class CandidateGrids:
     ):
         """Prepare the candidates."""
         if not rows:
-            raise ValueError("workload: expected at least one row that fits the model, got none.")
+            raise UserError("workload: expected at least one row that fits the model, got none.")
         self._rows, self._cost, self._defaults = rows, cost, defaults
         self._max_position = max_position
         self._score = any(row.need.is_scored for row in rows)
@@ -102,7 +103,7 @@ class CandidateGrids:
         """Maximum total length of rows."""
         longest_prompt = max(row.need.prompt_length for row in rows)
         if longest_prompt > (max_prompt := defaults.longest_prefill(self.max_length)):
-            raise ValueError(
+            raise UserError(
                 f"prompts: expected at most {max_prompt} tokens, the longest prefill that the "
                 f"layout divides and the model allows, got {longest_prompt}."
             )

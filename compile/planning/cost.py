@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
+from ...modelzoo.errors import UserError
 from ...sharding.call import KINDS, Call
 from ..hardware.efficiency import PAGES
 from ..hardware.hardware import Hardware
@@ -80,7 +81,7 @@ class Calibration:
                 f"calibration kinds.{kind}", factor_table, set(KindFactors.__dataclass_fields__)
             )
             if not isinstance(factors := factor_table["factors"], Mapping):
-                raise ValueError(f"calibration kinds.{kind}.factors: expected a table.")
+                raise UserError(f"calibration kinds.{kind}.factors: expected a table.")
             for name, value in {**factor_table, **factors}.items():
                 if name != "factors":
                     check_number(f"calibration kinds.{kind}.{name}", value)
@@ -264,7 +265,7 @@ def calibrate(
     for kind in KINDS:
         samples = [sample for sample in measured if sample.call.phase == kind]
         if not samples:
-            raise ValueError(f"calibration: expected measured calls of {kind}, got none.")
+            raise UserError(f"calibration: expected measured calls of {kind}, got none.")
         fits = [_fit(model, samples, memory) for memory in MEMORY_FACTORS]
         # factor 1, which leaves the peak as it is, comes first and wins among equally good fits
         kinds[kind], relative_errors = min(

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...modelzoo.errors import UserError
 from ...sharding.communication import sent_bytes
 from ..hardware.hardware import Hardware
 from ..hardware.interconnect import Interconnect
@@ -48,7 +49,7 @@ class Prices:
         interconnect: Interconnect,
     ):
         if hardware.clock is None:
-            raise ValueError(
+            raise UserError(
                 f"hardware {hardware.name}: expected a clock, which cycles of its programs need, "
                 f"got none. Add clock to a hardware table of your own."
             )

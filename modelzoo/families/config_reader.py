@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..errors import UserError
+
 REQUIRED = object()
 """The default of a key that must be present."""
 
@@ -20,7 +22,7 @@ _MAX_LISTED = 8
 NO_DEFAULTS: Mapping[str, object] = MappingProxyType({})
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(UserError):
     """The error for a model or option that is unknown, not implemented or malformed."""
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention.attend import Visibility
+from ..errors import UserError
 from ..layer_config import PLAIN_SCORES, BothSides, Chunk, Scores
 from .call import AttentionCall
 
@@ -64,7 +65,7 @@ def attend_cudnn(
             return_residual=True,
         )
     except RuntimeError as error:  # jax raises it if it finds no cuDNN library
-        raise ValueError(
+        raise UserError(
             f"attention kernel cudnn: expected cuDNN's library, as graphs are lowered for its "
             f"version, got: {error} Install the extra noria[gpu-compile] (without a GPU) or "
             f"noria[cuda12], or ask for the kernel xla."

@@ -21,7 +21,7 @@ from ...modelzoo.layer_groups import single_layer_names
 from ..checkpoint import ModelFiles
 from ..checkpoint.axis_pattern import AxisPattern
 from ..checkpoint.tensor_source import Index, TensorInfo, source_of
-from ..errors import InvalidAdapter
+from ..errors import InvalidAdapter, UserError
 from .adapter import Adapter, AdapterWeights, LoraPair, check_shape
 from .merged_model import published_spec, published_tensors
 
@@ -81,7 +81,7 @@ class AdapterSet:
         if grid is None or not is_enough or any(grid.ranks.get(k, 0) < r for k, r in ranks.items()):
             needed = ", ".join(f'"{target}" = {rank}' for target, rank in sorted(ranks.items()))
             got = "none" if grid is None else f"{grid.count} of {dict(grid.ranks)}"
-            raise ValueError(
+            raise UserError(
                 f"plan [adapters]: expected room for count = {count}, ranks = {{{needed}}}, got "
                 f"{got}. Change the table, or plan again."
             )

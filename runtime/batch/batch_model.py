@@ -22,6 +22,7 @@ from ..errors import (
     EXIT_USAGE,
     CheckpointError,
     JobError,
+    UserError,
 )
 from ..pods.peers import ALONE, Peers
 from ..progress.progress import Progress
@@ -287,7 +288,7 @@ class BatchModel:
         keys = {override.partition("=")[0].strip() for override in overrides}
         is_open = source.dtype == "auto" and "numbers.dtype" not in keys
         if is_part and is_open and target.platform == "cpu":
-            raise ValueError(
+            raise UserError(
                 f"--rows {self.part.option}: expected a plan or a dtype, got auto, which "
                 f"depends on each machine's processor, while all parts need the same dtype. Give "
                 f"all parts the same --plan, --dtype float32 or --dtype bfloat16."

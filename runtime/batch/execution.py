@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 from ..console import plural
 from ..errors import (
+    EXIT_BUG,
     EXIT_BUILD,
     EXIT_MODEL,
     EXIT_OK,
     EXIT_ROWS_FAILED,
     JobError,
+    exit_code,
 )
 from ..files.manifest import fingerprint
 from ..process.stop_signals import EXIT_CODES
@@ -156,9 +158,9 @@ class Execution(Job):
             built = self.model.build(
                 summary, stored_plan, phases=self.phases, progress=self.progress
             )
-        except JobError:
-            raise
-        except (ValueError, OSError, RuntimeError, MemoryError, ImportError) as error:
+        except Exception as error:
+            if isinstance(error, JobError) or exit_code(error) == EXIT_BUG:
+                raise
             default_code = EXIT_MODEL if self.phases.phase == "load" else EXIT_BUILD
             code = getattr(error, "exit_code", default_code)
             raise JobError(str(error) or type(error).__name__, code) from error

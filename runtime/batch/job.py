@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..errors import UserError
 from ..files.disk import Disk
 from ..pods.peers import ALONE, Peers
 from ..process.stop_signals import StopSignals
@@ -171,7 +172,7 @@ class JobSettings:
 
     def __post_init__(self):
         if self.identity.part.num_parts > 1 and self.files.error_file is not None:
-            raise ValueError(
+            raise UserError(
                 "error_file: expected none beside a part of the rows, as a part keeps its error "
                 f"rows in their places, got {self.files.error_file}. Give it to noria merge "
                 "instead."

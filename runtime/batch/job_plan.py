@@ -34,6 +34,7 @@ from ...modelzoo.config_values import check_count
 from ...sharding.layout import Layout
 from ..checkpoint.published_numbers import overridden_numbers, override_plan
 from ..devices.graph_memory import GIGABYTE, device_bytes
+from ..errors import UserError
 from ..files.hardware_files import known_hardware
 from ..files.run_config import apply_overrides
 from ..planning.shared_grids import expected_rows, fits_grid, with_sharing
@@ -198,7 +199,7 @@ class _Derivation:
         if found is None:
             room = self.work.num_pages(max_bytes, page)
             needed = defaults.slot_groups * grid.num_pages(grid.max_length)
-            raise ValueError(
+            raise UserError(
                 f"buckets.page: expected room for {needed} pages of {page}, as a row of "
                 f"{grid.max_length} tokens takes in each group of slots, got {int(room)} in the "
                 f"memory that weights leave. Give buckets.pages, a shorter buckets.max_length, or "

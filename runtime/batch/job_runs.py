@@ -19,7 +19,8 @@ from typing import Any, get_args
 
 from ..errors import JobError
 from ..process.stop_signals import StopSignals, at_forced_end
-from .journal_records import FINISHED_AT, REPEATED, Phase
+from ..rows.figures import REPEATED
+from .journal_records import FINISHED_AT, Phase
 
 FINISHED, KILLED = "finished", "killed"
 _MAX_REASON = 200

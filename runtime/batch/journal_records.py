@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..errors import OtherConfiguration
+from ..errors import OtherConfiguration, UserError
 from ..files.differences import differences
 
 FORMAT = 2
@@ -34,8 +34,6 @@ OUTPUTS = "outputs"
 
 It is recorded only if there is no plan and no finished row, because no row could run.
 """
-REPEATED = "repeated"
-"""The key in a row's figures that says that the row got the output of another row."""
 Phase = Literal["scan", "load", "build", "run"]
 FINISHED_AT = "finished_at"
 """The key in a row's figures for the time of its end, in seconds since the epoch."""
@@ -44,7 +42,7 @@ _LARGEST = 1e18
 _HEADER_START = b'{"kind":"header"'
 
 
-class BadRecord(ValueError):
+class BadRecord(UserError):
     """An invalid record; its message follows a text that gives the record's place."""
 
 

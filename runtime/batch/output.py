@@ -10,7 +10,6 @@ input order.
 
 import hashlib
 import platform
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,28 +24,16 @@ from ..files.disk import Disk, replace_file
 from ..files.manifest import SCHEMA, digest_table, fingerprint, write_manifest
 from ..files.strict_json import dump_line
 from ..rows.answer_tables import AddedColumns
-from ..rows.results import (
-    AT_MAX_LENGTH,
-    CUT,
-    DROPPED,
-    STOPPED_SAMPLES,
-    TEXTS_CUT,
-    TOKENS_LEFT,
-    OutputLines,
-)
+from ..rows.figures import OF_ROWS, OTHERS, add, figures_over_rows
+from ..rows.results import OutputLines
 from ..rows.row_files import encoded
 from ..rows.scan import ScannedRow, ScanSummary
 from ..rows.tables import CarriedCells, with_carried
 from .job import JobIdentity, ModelFacts
 from .job_files import JobFiles
 from .job_runs import FINISHED, PhaseClock, runs_of, sums_of_runs
-from .journal import Journal, JournalRow
-from .journal_records import INSTANT, MODEL, OUTPUTS, REPEATED, WEIGHTS
-
-_BY_CODE = "errors_by_code"
-_SAMPLES = (STOPPED_SAMPLES, TOKENS_LEFT)
-_TOTALS = ("prompt_tokens", CUT, TEXTS_CUT, "output_tokens", *_SAMPLES, "compiles_during_run")
-PERCENTILES = (50, 90, 95, 99)
+from .journal import Journal
+from .journal_records import INSTANT, MODEL, OUTPUTS, WEIGHTS
 
 
 @dataclass(frozen=True)
@@ -149,7 +136,7 @@ def _manifest(
 ) -> dict[str, Any]:
     """The manifest of the job, whose run ends now."""
     journal = finished.journal
-    done = [journal.rows[row.key] for row in finished.rows if row.bad is None]
+    done = [journal.rows[row.key].metrics for row in finished.rows if row.bad is None]
     journal.runs[-1].take(phases, FINISHED)
     runs = [run.figures() for run in journal.runs]
     return {
@@ -157,14 +144,13 @@ def _manifest(
         "rows": {
             **count_outcomes(map(finished.code, finished.rows)),
             "kept_from_earlier_runs": outcome.num_kept,
-            "repeated": sum(REPEATED in row.metrics for row in done),
-            "ok_with_dropped_choices": sum(DROPPED in row.metrics for row in done),
-            "ok_at_max_length": sum(AT_MAX_LENGTH in row.metrics for row in done),
-            "ok_with_stopped_samples": sum(STOPPED_SAMPLES in row.metrics for row in done),
+            **figures_over_rows(OF_ROWS, done),
         },
         "ignored_keys": dict(outcome.ignored),
         "bundle": outcome.bundle,
-        **_figures(outcome.statistics, done),
+        **figures_over_rows(OTHERS, done),
+        "compiles_during_run": outcome.statistics.get("compiles_during_run", 0),
+        "generator": dict(outcome.statistics),
         **sums_of_runs(runs),
         "runs": runs,
     }
@@ -204,21 +190,6 @@ def _job_facts(
     }
 
 
-def _figures(statistics: Mapping[str, Any], finished: Sequence[JournalRow]) -> dict[str, Any]:
-    """The figures of the rows from all runs, and the counters of this run."""
-    return {
-        "prompt_tokens": _total(finished, "prompt_tokens"),
-        "output_tokens": _total(finished, "output_tokens"),
-        **{key: _total(finished, key) for key in (CUT, TEXTS_CUT, STOPPED_SAMPLES, TOKENS_LEFT)},
-        "time_to_first_token_seconds": _spread(finished, "time_to_first_token"),
-        "inter_token_latency_seconds": _spread(finished, "inter_token_latency"),
-        "end_to_end_latency_seconds": _spread(finished, "latency"),
-        "output_tokens_per_second_per_row": _spread(finished, "output_tokens_per_second"),
-        "compiles_during_run": statistics.get("compiles_during_run", 0),
-        "generator": dict(statistics),
-    }
-
-
 def write_outputs(
     disk: Disk,
     outputs: Sequence[Path],
@@ -239,12 +210,8 @@ def summarise(output: Path, manifest: Mapping[str, Any]) -> str:
     """One line about a finished job, for people."""
     rows, rate = manifest["rows"], manifest["output_tokens_per_second"]
     message = f"{output}: {plural(rows['total'], 'row')}, {plural(rows['errors'], 'error')}"
-    if rows["ok_with_dropped_choices"]:
-        message += f", {rows['ok_with_dropped_choices']} with dropped choices of experts"
-    if rows["ok_at_max_length"]:
-        message += f", {rows['ok_at_max_length']} without max_tokens ended at the plan's max_length"
-    if rows["ok_with_stopped_samples"]:
-        message += f", {rows['ok_with_stopped_samples']} with samples that stopped early"
+    shown = [figure for figure in OF_ROWS if figure.shown and rows[figure.name]]
+    message += "".join(f", {rows[figure.name]} {figure.shown}" for figure in shown)
     if rate:
         message += f", {rate:.1f} output tokens/s with prefill"
     # a job with stages has runs of its stages instead
@@ -263,41 +230,19 @@ def count_outcomes(codes: Iterable[str | None]) -> dict[str, Any]:
         "total": num_ok + counts.total(),
         "ok": num_ok,
         "errors": counts.total(),
-        _BY_CODE: {str(code): counts[code] for code in sorted(counts, key=str)},
+        "errors_by_code": {str(code): counts[code] for code in sorted(counts, key=str)},
     }
 
 
 def add_outcomes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The sums of the row counts of several parts."""
-    codes = sum((Counter(rows[_BY_CODE]) for rows in parts), Counter())
-    by_code = dict(sorted(codes.items()))
-    return {
-        key: by_code if key == _BY_CODE else sum(rows[key] for rows in parts) for key in parts[0]
-    }
+    return {key: add([rows[key] for rows in parts]) for key in parts[0]}
 
 
 def add_figures(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sums of tokens, runs and ignored keys over the manifests of parts or stages."""
+    """The figures of the job of parts or stages: their sums, and those of all their runs."""
     runs = [run for manifest in manifests for run in runs_of(manifest)]
-    ignored = sum((Counter(m.get("ignored_keys", ())) for m in manifests), Counter())
-    return {
-        # parts of an earlier noria do not count cut texts
-        **{key: sum(manifest.get(key, 0) for manifest in manifests) for key in _TOTALS},
-        **sums_of_runs(runs),
-        "ignored_keys": dict(ignored),
-    }
-
-
-def _total(finished: Sequence[JournalRow], name: str) -> int:
-    """The sum of a figure over rows; rows without it count as zero."""
-    return int(sum(row.metrics.get(name, 0) for row in finished))
-
-
-def _spread(finished: Sequence[JournalRow], name: str) -> dict[str, float] | None:
-    """Mean and percentiles of a figure over the rows that have it, from all runs of the job."""
-    values = sorted(row.metrics[name] for row in finished if name in row.metrics)
-    if not values:
-        return None
-    # nearest rank, so that every percentile is the figure of a row
-    ranks = {f"p{p}": values[-(-p * len(values) // 100) - 1] for p in PERCENTILES}
-    return {"mean": statistics.fmean(values), **ranks}
+    sums = [figure.name for figure in OTHERS if figure.over_parts == "sum"]
+    # parts of an earlier noria do not have all figures
+    added = {name: add([m[name] for m in manifests if name in m]) for name in sums}
+    return {**added, **sums_of_runs(runs)}

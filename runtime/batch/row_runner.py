@@ -23,6 +23,7 @@ from ..pods.peers import GO, Peers, StepDirective
 from ..process.stop_signals import StopSignals
 from ..progress.progress import Progress
 from ..request import Request, RequestOutput
+from ..rows.figures import REPEATED
 from ..rows.lines import BatchRow
 from ..rows.repeats import Answer, Repeats
 from ..rows.results import OutputLines, error_text, row_metrics
@@ -30,7 +31,7 @@ from ..rows.scan import ScannedRow
 from .job import Build
 from .job_input import JobInput
 from .journal import Journal
-from .journal_records import FINISHED_AT, REPEATED
+from .journal_records import FINISHED_AT
 
 if TYPE_CHECKING:
     from ...compile.grids.prefix_table import PrefixTable

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..rows.results import AT_MAX_LENGTH, DROPPED, OutputLines, error_in
+from ..rows.figures import figures_of_answer
+from ..rows.results import OutputLines, error_in
 from ..rows.row_files import output_lines
 from ..rows.scan import ScannedRow
 from ..rows.tables import CARRIED
@@ -52,24 +53,7 @@ def keep_answers(
                 # the row of the new input has cells of its own
                 line.pop(CARRIED, None)
                 if (row := wanted.get(line["id"])) is not None:
-                    error = error_in(line)
-                    journal.record_row(row, line, error and error.code, _figures(row, line))
-
-
-def _figures(row: ScannedRow, line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of an answer that its line shows; times are not among them."""
-    body = (line["response"] or {}).get("body") or {}
-    if "usage" not in body:
-        return {}
-    usage = body["usage"]
-    figures: dict[str, float] = {
-        "prompt_tokens": usage["prompt_tokens"],
-        "output_tokens": usage.get("completion_tokens", 0),
-    }
-    if (dropped := body.get("noria", {}).get(DROPPED)) is not None:
-        figures[DROPPED] = dropped
-    reasons = [choice["finish_reason"] for choice in body.get("choices", ())]
-    has_limit = row.requirements is None or row.requirements.max_tokens is not None
-    if not has_limit and "length" in reasons:
-        figures[AT_MAX_LENGTH] = reasons.count("length")
-    return figures
+                    error, body = error_in(line), (line["response"] or {}).get("body") or {}
+                    has_limit = row.requirements is None or row.requirements.max_tokens is not None
+                    figures = figures_of_answer(body, has_limit=has_limit)
+                    journal.record_row(row, line, error and error.code, figures)

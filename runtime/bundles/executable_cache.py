@@ -26,6 +26,7 @@ from ...compile.graphs.graph_kinds import GraphKey, graph_keys, read_values
 from ...compile.plan import Plan
 from ...compile.targets import Target
 from ...modelzoo.config import DecoderConfig
+from ..errors import UserError
 from ..plans.plan_facts import plan_table
 from .compilation_cache import remove_oldest
 from .key import digest, surroundings
@@ -108,7 +109,7 @@ def digests(plan: Plan, target: Target, config: DecoderConfig) -> dict[GraphKey,
     return {key: digest(f"{common}\n{read_values(table, key)}") for key in graph_keys(plan.buckets)}
 
 
-class LoadError(ValueError):
+class LoadError(UserError):
     """An executable that cannot be loaded, with the reason."""
 
 

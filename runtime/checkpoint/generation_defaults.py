@@ -10,9 +10,9 @@ from typing import Any
 
 from ...modelzoo.families.config_reader import listing
 from ..errors import InvalidConfig, RowError
-from ..request import SamplingParams
+from ..request import PARAMETERS, SamplingParams
 
-SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+PUBLISHED = tuple(name for name, entry in PARAMETERS.items() if entry.published)
 NEUTRAL: Mapping[str, object] = {
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
@@ -87,14 +87,14 @@ class GenerationDefaults:
             # multimodal models keep their end tokens in the configuration of the text part
             ids, source = text.get("eos_token_id"), "config.json: text_config.eos_token_id"
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        sampling = {k: generation[k] for k in SAMPLING_KEYS if generation.get(k) is not None}
+        given = {key: value for key, value in generation.items() if value is not None}
+        sampling = {key: given[key] for key in PUBLISHED if key in given}
         try:
             SamplingParams(**sampling)
         except RowError as error:
             raise InvalidConfig(f"generation_config.json: {error.message}") from None
-        given = {key: value for key, value in generation.items() if value is not None}
         unserved = (key for key in NEUTRAL if key in given and not _is_neutral(key, given[key]))
-        unknown = given.keys() - NEUTRAL.keys() - HARMLESS - {*SAMPLING_KEYS}
+        unknown = given.keys() - NEUTRAL.keys() - HARMLESS - {*PUBLISHED}
         return cls(
             _token_ids(ids, source),
             sampling,

@@ -26,7 +26,7 @@ from ...modelzoo.config import AS_PUBLISHED, Arrangement
 from ...modelzoo.families.mapping import ParameterSource, TensorPart
 from ...modelzoo.layer_groups import single_layer_names
 from ..console import plural
-from ..errors import InvalidOrbax
+from ..errors import InvalidOrbax, UserError
 from ..files.disk import Disk, replace_file
 from ..files.small_files import (
     MORE_TEMPLATES,
@@ -90,7 +90,7 @@ def save_orbax(
     import orbax.checkpoint as ocp
 
     if jax.process_count() > 1:
-        raise ValueError(f"save_orbax: expected one process, got {jax.process_count()}.")
+        raise UserError(f"save_orbax: expected one process, got {jax.process_count()}.")
     path = Path(path).resolve()
     if path.exists() and any(path.iterdir()):
         raise InvalidOrbax(f"{path}: expected a new or empty directory to save into, got files.")
@@ -115,7 +115,7 @@ def save_orbax(
 def _check_arrangement(params: "Mapping[str, jax.Array]", config: "DecoderConfig") -> None:
     """Refuse parameters of stacked layers, and of a layout."""
     if stacked := [name for name in params if single_layer_names(name) != [name]]:
-        raise ValueError(
+        raise UserError(
             f"save_orbax: expected parameters of single layers, got the stacked parameter "
             f"{stacked[0]}. Load the model without scan_layers."
         )
@@ -127,7 +127,7 @@ def _check_arrangement(params: "Mapping[str, jax.Array]", config: "DecoderConfig
             attention = config.layers[int(key.split(".")[1])].attention
             size, expected = value.shape[-3], attention and attention.num_kv_heads
         if size != expected:
-            raise ValueError(
+            raise UserError(
                 f"save_orbax: expected {key} without a layout, with {expected} rows or heads, got "
                 f"{size}. Load the model on one device."
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...compile.plan import Numbers, published_table
 from ...compile.weight_rules import KEPT
-from ..errors import ModelNotFound
+from ..errors import ModelNotFound, UserError
 from ..files.run_config import apply_overrides
 from .formats.published_formats import by_pattern, published_formats
 from .model_files import ModelFiles
@@ -60,13 +60,13 @@ def keep_published(numbers: Numbers, files: ModelFiles) -> Numbers:
         return numbers
     formats = by_pattern(published_formats(files.spec, tensors, weights), weights)
     if not formats:
-        raise ValueError(
+        raise UserError(
             f"numbers.weights: expected a checkpoint with weights in codes, as {KEPT} keeps them, "
             f'got {files.name} without any. Set "float", or "int8" or "int4" to round weights.'
         )
     found = {pattern: published_table(form) for pattern, form in formats.items()}
     if numbers.published and numbers.published != found:
-        raise ValueError(
+        raise UserError(
             f"numbers.published: expected the formats of {files.name}, {found}, got "
             f"{numbers.published}. Plan again for this model, or remove the table."
         )

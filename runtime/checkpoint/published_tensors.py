@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ...modelzoo.families.mapping import ParameterSource
+from ..errors import UserError
 from .axis_pattern import AxisPattern
 
 
@@ -28,7 +29,7 @@ def publish(
     by_rows: dict[str, list[tuple[int, np.ndarray]]] = {}
     for part in source.parts:
         if part.block is not None:
-            raise ValueError(
+            raise UserError(
                 f"{part.tensor}: expected a tensor with parts one after the other, got one with "
                 f"alternating rows of several parts, which cannot be written"
             )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ..console import tell
 from ..devices.default_target import default_target
 from ..devices.machine import describe_machine
-from ..errors import EXIT_BUILD, ConfigError, JobError
+from ..errors import EXIT_BUILD, ConfigError, JobError, UserError
 from ..files.disk import Disk, replace_file
 from ..files.file_checks import check_files
 from ..files.layout_files import layout_file, read_layout
@@ -284,7 +284,7 @@ def _cases(options: argparse.Namespace, max_position: int) -> list[Case]:
     cases = [Case(*sizes) for sizes in product(options.pp, options.tg, options.batch)]
     for case in cases:
         if case.prompt_length + case.output_length > max_position:
-            raise ValueError(
+            raise UserError(
                 f"--pp, --tg: expected at most {max_position} tokens per row (the model's longest "
                 f"sequence), got {case}. Choose smaller numbers."
             )

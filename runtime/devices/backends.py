@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import jax
 
-from ..errors import note_start
+from ..errors import UserError, note_start
 from .device_shares import simulated_devices
 
 
@@ -28,7 +28,7 @@ def prepare_jax(target: str, num_processes: int = 1) -> None:
     """
     note_start()
     if jax.dtypes.canonicalize_dtype("int64") != "int32":
-        raise ValueError(
+        raise UserError(
             "JAX_ENABLE_X64: expected off, as graphs count in 32 bits, got on. Unset it; in a "
             "script call jax.config.update('jax_enable_x64', False) before constructing the LLM."
         )

@@ -1,6 +1,7 @@
 """The simulated devices of a target that each process has; counted before jax is imported."""
 
 from ...compile.target_names import TargetName
+from ..errors import UserError
 
 
 def simulated_devices(target: str, num_processes: int) -> int | None:
@@ -14,7 +15,7 @@ def simulated_devices(target: str, num_processes: int) -> int | None:
         return None
     count, left_over = divmod(named.num_devices, num_processes)
     if left_over:
-        raise ValueError(
+        raise UserError(
             f"target {target}: expected a number of devices that {num_processes} processes share "
             f"evenly, got {named.num_devices}. Ask for --target cpu:{(count + 1) * num_processes}."
         )

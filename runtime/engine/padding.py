@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from ...compile.graphs.prefill_steps import SlotRequests
-from ...compile.graphs.signatures import MAX_BIASES, MAX_STOP_IDS
+from ...compile.graphs.signatures import MAX_BIASES, MAX_STOP_IDS, greedy_sampling
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...modelzoo.attention.prompt_pieces import PromptPieces
 from ...modelzoo.attention.shared_pages import SharedPages, SlotPages
 from ...modelzoo.sampling import SamplingState
+from ...modelzoo.sampling_parameters import ARRAYS
 from ..request import SamplingParams, hashed_seed
 from .actions import PromptPiece, ScheduledRequest, ScheduledSequence, SharedGroup
 
@@ -83,7 +84,7 @@ def pack_greedy(
         padding = (0, bucket.batch - len(rows)), (0, 0)
         page_BN = np.pad(page_BN, padding, constant_values=grid.pages or 0)
     pieces, tokens_BT, _ = pack_pieces(rows, prompts, bucket, grid.decode_slots, page_BN=page_BN)
-    greedy = [greedy_sampling(vocab_size, grid)] * len(requests)
+    greedy = [greedy_sampling(1, vocab_size, grid, np)] * len(requests)
     return pieces, pack_requests(requests, greedy, bucket.batch), tokens_BT
 
 
@@ -174,13 +175,10 @@ def pack_sampling(
     min_length = sequence.request.prompt_length + params.min_tokens
     num_logprobs = -1 if params.logprobs is None else params.logprobs
     fields = {
-        "temperature_B": np.array([params.temperature], np.float32),
-        "top_k_B": np.array([max(params.top_k, 0)], np.int32),
-        "top_p_B": np.array([params.top_p], np.float32),
-        "min_p_B": np.array([params.min_p], np.float32),
-        "presence_B": np.array([params.presence_penalty], np.float32),
-        "frequency_B": np.array([params.frequency_penalty], np.float32),
-        "repetition_B": np.array([params.repetition_penalty], np.float32),
+        **{
+            array: np.array([getattr(params, name)], dtype)
+            for name, (array, dtype) in ARRAYS.items()
+        },
         "key_B2": np.array([[seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF]], np.uint32),
         "sample_B": np.array([sequence.sample], np.int32),
         "min_length_B": np.array([min_length], np.int32),
@@ -192,17 +190,6 @@ def pack_sampling(
         "adapter_B": None if adapter is None else np.array([adapter], np.int32),
     }
     return SamplingState(**fields)
-
-
-def greedy_sampling(vocab_size: int, grid: BucketGrid) -> SamplingState:
-    """The sampling parameters of one sequence that is sampled greedily, without form or adapter."""
-    structure = None if grid.structured is None else 0
-    adapter = None if grid.adapters is None else 0
-    sequence = ScheduledSequence(ScheduledRequest(0, 0, 0, 1, is_scored=False), 0)
-    return pack_sampling(
-        SamplingParams(temperature=0), sequence, seed=0, stop_ids=(), vocab_size=vocab_size,
-        structure=structure, adapter=adapter,
-    )  # fmt: skip
 
 
 def row_seed(params: SamplingParams, run_seed: int, request_id: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...compile.graphs.graph_kinds import DECODE, FORK, GraphKey
+from ...compile.graphs.signatures import greedy_sampling
 from ...compile.grids.bucket_grid import BucketGrid
 from ...modelzoo.attention.shared_pages import SlotPages
 from ...modelzoo.sampling import SamplingState
@@ -29,7 +30,7 @@ from .admission import AdmittedRequest
 from .call_results import CallResults, Event
 from .metrics import EngineMetrics
 from .model_runner import GraphCall
-from .padding import greedy_sampling, pack_pieces, pack_requests, pack_sampling, pack_shared
+from .padding import pack_pieces, pack_requests, pack_sampling, pack_shared
 from .page_pool import CopiedPage
 from .prompt_scores import PromptScores, num_alternatives
 from .scheduler import Scheduler
@@ -251,7 +252,7 @@ class SlotCalls:
 
         The given pages are copied too, at most as many as a row may have.
         """
-        sampling = greedy_sampling(self._padded_vocab, self._grid)
+        sampling = greedy_sampling(1, self._padded_vocab, self._grid, np)
         if sequence is not None:
             sampling = self._sampling_of(sequence)
         self._unclean.discard(slot)

@@ -20,6 +20,7 @@ from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
     make_disjoint_window,
 )
 
+from ..checkpoint.generation_defaults import PUBLISHED
 from ..errors import ConfigError
 from ..llm import LLM
 from ..request import SamplingParams
@@ -168,7 +169,7 @@ def sampling_of(options: Mapping[str, Any]) -> SamplingParams:
     asked = dict(normalize_gen_kwargs(dict(options), DEFAULT_MAX_TOKENS))
     stop = [text for text in asked.pop("until") if text]
     is_sampled, temperature = asked.pop("do_sample"), asked.pop("temperature", 1.0)
-    names = {"max_gen_toks": "max_tokens", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+    names = {"max_gen_toks": "max_tokens"} | {name: name for name in PUBLISHED}
     known = {names[key]: asked.pop(key) for key in list(asked) if key in names}
     if asked:
         raise ConfigError(

@@ -26,6 +26,7 @@ from ..checkpoint import ModelFiles
 from ..devices.host_arrays import HostArrays
 from ..engine.model_runner import GraphCall, ModelRunner
 from ..engine.padding import decode_pages, pack_greedy
+from ..errors import UserError
 
 NUM_PROMPTS, LENGTH, NUM_STEPS = 8, 32, 4
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
@@ -33,7 +34,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1}
 logit: sums run in another order, and in bfloat16 tokens may go to other experts."""
 
 
-class NotFinite(ValueError):
+class NotFinite(UserError):
     """A layout with a logit that is not finite."""
 
 

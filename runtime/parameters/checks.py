@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
+from ...modelzoo.sampling_parameters import Parameter
 from ..errors import RowError
 
+INTEGERS = ("int32", "int64")
 PLAIN = frozenset({int, float, bool, str, tuple, type(None)})
 """Types of parameters that are no numbers of numpy."""
 
@@ -72,3 +74,13 @@ def check_number(
     ):
         zero = "0 or " if or_zero else ""
         raise wrong_value(name, f"{zero}a number from {low:g} to {high:g}", value)
+
+
+def check_parameter(name: str, value: object, entry: Parameter) -> None:
+    """Raise RowError unless the table of sampling parameters allows a value."""
+    if entry.dtype == "bool" and not isinstance(value, bool):
+        raise wrong_value(name, "true or false", value)
+    if entry.dtype in INTEGERS:
+        check_integer(name, value, int(entry.low), int(entry.high))
+    if entry.dtype == "float32":
+        check_number(name, value, entry.low, entry.high, or_zero=entry.or_zero)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
+from ..errors import UserError
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -171,4 +173,4 @@ def _check(name: str, value: Any, accepted: AcceptedValues) -> None:
     if accepted.has(value):
         return
     listed = " or ".join(map(repr, accepted.values))
-    raise ValueError(f"{name}: expected {listed}, got {value!r}. {accepted.remedy}.")
+    raise UserError(f"{name}: expected {listed}, got {value!r}. {accepted.remedy}.")

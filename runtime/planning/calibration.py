@@ -23,6 +23,7 @@ from ...compile.planning.work import Work
 from ..console import plural
 from ..devices.machine import describe_machine
 from ..engine.actions import DecodeAction, PrefillAction
+from ..errors import UserError
 from ..request import Request, SamplingParams
 from ..session import LoadedModel, Session, start
 
@@ -73,7 +74,7 @@ def measure(
     """
     min_length = SHORT_PROMPT + STEPS_PER_CALL * CALLS_PER_SHAPE
     if max_row_length < min_length:
-        raise ValueError(
+        raise UserError(
             f"calibration: expected rows of at least {min_length} positions, got {max_row_length}."
         )
     placement = model.placement

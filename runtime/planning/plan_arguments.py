@@ -25,6 +25,7 @@ from ..adapters.adapter_set import AdapterSet
 from ..checkpoint import ModelFiles
 from ..checkpoint.published_numbers import keep_published
 from ..devices.graph_memory import device_bytes
+from ..errors import UserError
 from ..files.layout_files import read_layout
 from ..plans import plan_checks
 from ..structured.structures import Form, Structures
@@ -64,7 +65,7 @@ def check_kinds(**arguments: object) -> None:
         kind, expected = _KINDS[name]
         # bool is an int in Python, but true is no seed
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(f"{name}: expected {expected}, got {value!r}.")
+            raise UserError(f"{name}: expected {expected}, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,9 @@ class PlanArguments:
             if not isinstance(form, Form):
                 place, expected = f"structured_outputs[{index}]", "StructuredOutputsParams"
                 message = f"{place}: expected {expected} or AllowedTokens, got {form!r}."
-                raise ValueError(message)
+                raise UserError(message)
         if "dtype" in (self.numbers or {}):
-            raise ValueError("numbers: expected no key dtype, got one. Give the argument dtype.")
+            raise UserError("numbers: expected no key dtype, got one. Give the argument dtype.")
 
     def check_beside(self, plan: Plan) -> None:
         """Check that the arguments agree with a given plan.
@@ -102,13 +103,13 @@ class PlanArguments:
         """
         names = ("layout", "experts", "numbers", "max_model_len", "max_num_seqs")
         if given := [name for name in names if getattr(self, name) is not None]:
-            raise ValueError(
+            raise UserError(
                 f"{', '.join(given)}: expected none beside a plan, which has its own, got "
                 f"{getattr(self, given[0])!r}. Change the plan, or make another with noria plan."
             )
         planned = "pooling" if plan.buckets.embed else "generate"
         if self.runner not in ("auto", planned):
-            raise ValueError(
+            raise UserError(
                 f"runner: expected {planned!r} or 'auto', as the plan says, got {self.runner!r}."
             )
 
@@ -127,7 +128,7 @@ class PlanArguments:
         if self.runner == "auto":
             embeds = config.lacks_generation is not None
         if embeds and (self.experts is not None or self.structured_outputs):
-            raise ValueError(
+            raise UserError(
                 "experts, structured_outputs: expected none for vectors of texts. "
                 "Remove them, or open the model with runner='generate'."
             )
@@ -190,7 +191,7 @@ class PlanArguments:
         structured = plan.buckets.structured
         for index, form in enumerate(self.structured_outputs):
             if structured is None or form.fingerprint not in structured.schemas:
-                raise ValueError(
+                raise UserError(
                     f"structured_outputs[{index}]: expected a form that the plan's [structured] "
                     f"has, got {form.fingerprint}. Plan again for rows with this form by noria "
                     f"plan, or leave out the plan."
@@ -198,7 +199,7 @@ class PlanArguments:
 
     def _max_length(self, limit: int) -> int:
         if self.max_model_len is not None and self.max_model_len > limit:
-            raise ValueError(
+            raise UserError(
                 f"max_model_len: expected at most {limit}, the published context of this model, "
                 f"got {self.max_model_len}."
             )

@@ -18,7 +18,7 @@ from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
 from ...sharding.legality import require
 from ..checkpoint import ModelFiles
-from ..errors import ModelNotFound
+from ..errors import ModelNotFound, UserError
 
 
 def read_stored(text: str) -> Plan:
@@ -30,7 +30,7 @@ def read_stored(text: str) -> Plan:
     try:
         return Plan.from_table(tomllib.loads(text))
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"{error} The job was begun by another version of noria, which wrote this plan. "
             "Continue with that version, or begin the job again with --restart."
         ) from error
@@ -72,7 +72,7 @@ def check_target(plan: Plan, target: Target) -> None:
     planned = TargetName.parse(plan.target)
     devices = target.platform, len(target.devices)
     if target.name != plan.target and (planned.platform, planned.num_devices) != devices:
-        raise ValueError(
+        raise UserError(
             f"plan target: expected {target.name}, got {plan.target}. Use the target of the plan, "
             f"or give another plan with --plan: noria plan --target {target.name} makes one."
         )
@@ -88,7 +88,7 @@ def check_model(plan: Plan, files: ModelFiles) -> None:
         try:
             expected = files.fingerprint()
         except ModelNotFound as error:
-            raise ValueError(
+            raise UserError(
                 f"plan model.fingerprint: expected none, as the weights of {files.name} to compare "
                 f"with cannot be found, got {plan.model.fingerprint}. Give the model with its "
                 f"weights, or plan for this folder. ({error})"
@@ -96,18 +96,18 @@ def check_model(plan: Plan, files: ModelFiles) -> None:
         _expect("model.fingerprint", expected, plan.model.fingerprint, "Plan again for this model.")
     config = files.spec.config
     if not plan.buckets.embed and config.lacks_generation is not None:
-        raise ValueError(
+        raise UserError(
             f"plan buckets.embed: expected true, as {files.name} generates and scores no tokens: "
             f"{config.lacks_generation}. Ask for embeddings."
         )
     longest = config.max_position
     if plan.buckets.max_length > longest:
-        raise ValueError(
+        raise UserError(
             f"plan buckets.max_length: expected at most {longest}, the published context of "
             f"{files.name}, got {plan.buckets.max_length}. Plan again for shorter rows."
         )
     if plan.experts is not None and config.moe is None:
-        raise ValueError(
+        raise UserError(
             f"plan [experts]: expected no such table, as {files.name} is a dense model, got one. "
             f"Remove it."
         )
@@ -134,13 +134,13 @@ def check_layout(
         if layout is not None:
             require(layout, sizes)
     if layout is None and num_devices > 1:
-        raise ValueError(
+        raise UserError(
             f"target {target.name}: expected a layout for its {num_devices} devices, got none. "
             f"Give a layout, as with --layout data-parallel@data={num_devices}, or in the plan's "
             f"table [layout]."
         )
     if layout is None and grid is not None and grid.slot_groups not in (None, 1):
-        raise ValueError(
+        raise UserError(
             f"plan buckets.slot_groups: without a layout, expected 1, as all slots are on one "
             f"device, got {grid.slot_groups}. Change it, or give the plan its layout back."
         )
@@ -148,4 +148,4 @@ def check_layout(
 
 def _expect(key: str, expected: str, got: str, remedy: str) -> None:
     if got != expected:
-        raise ValueError(f"plan {key}: expected {expected}, got {got}. {remedy}")
+        raise UserError(f"plan {key}: expected {expected}, got {got}. {remedy}")

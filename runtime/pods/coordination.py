@@ -19,6 +19,7 @@ from dataclasses import astuple
 from typing import Any
 
 from ..console import tell
+from ..errors import UserError
 from .meeting import Address, meet
 
 CONNECT_SECONDS = 300
@@ -126,7 +127,7 @@ def _detected(seconds: float) -> Address:
     )
     coordinator, num_processes, process_id, _ = found
     if coordinator is None or num_processes is None or process_id is None:
-        raise ValueError(
+        raise UserError(
             "--distributed auto: expected a cluster that jax can detect, got none. Give "
             "--coordinator, --num-processes and --process-id."
         )

@@ -24,7 +24,7 @@ from typing import Any
 
 from .. import errors
 from ..console import plural, tell
-from ..errors import EXIT_RESUMABLE, StartFailed
+from ..errors import EXIT_RESUMABLE, StartFailed, UserError
 from ..process.stop_signals import at_forced_end, end_process
 from .connection import POLL_SECONDS, Connection, raise_failure, wait_for_ends
 
@@ -51,11 +51,11 @@ class Address:
     def __post_init__(self):
         host, _, port = self.coordinator.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ValueError(f"--coordinator: expected HOST:PORT, got {self.coordinator!r}.")
+            raise UserError(f"--coordinator: expected HOST:PORT, got {self.coordinator!r}.")
         if self.num_processes < 1:
-            raise ValueError(f"--num-processes: expected at least 1, got {self.num_processes}.")
+            raise UserError(f"--num-processes: expected at least 1, got {self.num_processes}.")
         if not 0 <= self.process_id < self.num_processes:
-            raise ValueError(
+            raise UserError(
                 f"--process-id: expected 0 to {self.num_processes - 1}, as --num-processes is "
                 f"{self.num_processes}, got {self.process_id}."
             )
@@ -151,7 +151,7 @@ def _listening(address: Address) -> Iterator[socket.socket]:
     try:
         listener = socket.create_server(("", port), family=family, dualstack_ipv6=has_both)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"--coordinator {address.coordinator}: process 0 cannot listen on port {port} "
             f"({os.strerror(error.errno or 0)}). Choose a port that is free."
         ) from error
@@ -349,7 +349,7 @@ def _failure_of(error: BaseException, address: Address) -> StartFailed:
     if isinstance(error, StartFailed):
         return error
     message = f"process {address.process_id} ended: {errors.message(error)}"
-    return StartFailed(message, errors.exit_code(error) or 1)
+    return StartFailed(message, errors.exit_code(error))
 
 
 def _refuse(listener: socket.socket, failure: StartFailed, until: float, count: int) -> None:

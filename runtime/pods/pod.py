@@ -22,7 +22,7 @@ from .. import errors
 from ..console import plural
 from ..devices.device_shares import simulated_devices
 from ..devices.machine import versions
-from ..errors import OutOfStep
+from ..errors import OutOfStep, UserError
 from ..files.differences import differences
 from ..process.stop_signals import at_forced_end, ignore_signals
 from . import coordination
@@ -36,7 +36,7 @@ LONGEST_TIMEOUT = 24 * 60 * 60
 _COLLECTIVES = {"cpu": "gloo", "gpu": "nccl", "tpu": "tpu"}
 
 
-class Disagreement(ValueError):
+class Disagreement(UserError):
     """Facts that differ between the processes of a pod."""
 
 
@@ -63,7 +63,7 @@ def join(
         ("--start-timeout-seconds", start_seconds),
     ):
         if not 0 < seconds <= LONGEST_TIMEOUT:
-            raise ValueError(
+            raise UserError(
                 f"{option}: expected more than 0 and at most {LONGEST_TIMEOUT}, a day, got "
                 f"{seconds:g}."
             )
@@ -88,7 +88,7 @@ def join(
                 yield _pod_of_equals(store, watchdog, target)
                 watchdog.finish()
         except BaseException as error:
-            code = errors.exit_code(error) or 1
+            code = errors.exit_code(error)
             watchdog.fail(errors.message(error), code)
             # jax's own shutdown would wait for lost processes and collectives
             atexit.register(errors.leave_at_once, code)

@@ -25,7 +25,7 @@ from ..checkpoint.formats.compressed_tensors import Layout, Matrix, quantisation
 from ..checkpoint.orbax_store import tokenizer_file_names
 from ..checkpoint.published_tensors import publish
 from ..checkpoint.sentence_modules import module_files, naming_file
-from ..errors import InvalidConfig
+from ..errors import InvalidConfig, UserError
 from ..files.small_files import read_small
 from ..files.strict_json import dump_line
 from ..text.gguf_vocabulary import files_from_gguf
@@ -177,7 +177,7 @@ class PublishedForm:
             return tensors
         for name, codes in tensors.items():
             if codes.ndim != 2:
-                raise ValueError(
+                raise UserError(
                     f"{name}: expected a matrix for each expert, got one tensor of shape "
                     f"{codes.shape}"
                 )

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ..errors import UserError
+
 Row = TypeVar("Row")
 
 
@@ -25,7 +27,7 @@ class Part:
 
     def __post_init__(self):
         if not 0 <= self.index < self.num_parts:
-            raise ValueError(_expected(f"{self.index}/{self.num_parts}"))
+            raise UserError(_expected(f"{self.index}/{self.num_parts}"))
 
     @classmethod
     def parse(cls, text: str) -> "Part":
@@ -36,7 +38,7 @@ class Part:
         """
         match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
         if match is None:
-            raise ValueError(_expected(text))
+            raise UserError(_expected(text))
         return cls(int(match[1]), int(match[2]))
 
     @classmethod

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..errors import ConfigError, RowError, invalid_request, joined, unknown_parameter
-from ..parameters.checks import check_integer, whole_number, wrong_value
+from ..errors import ConfigError, RowError, UserError, invalid_request, joined, unknown_parameter
+from ..parameters.checks import INTEGERS, check_integer, whole_number, wrong_value
 from ..parameters.vllm_options import AcceptedValues
-from ..request import MAX_LOGPROBS, SampleRule, SamplingParams
+from ..request import MAX_LOGPROBS, PARAMETERS, SampleRule, SamplingParams
 from .body_keys import (
     OF_CHAT,
     OF_COMPLETIONS,
@@ -30,49 +30,23 @@ from .body_keys import (
 from .structured_body import FORM_KEYS, read_form
 from .tools import TOOL_KEYS, Tools, read_tools
 
-# keys with the name and the meaning of a SamplingParams field
-_DIRECT = (
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
-    "bad_words",
-)
+_DIRECT = tuple(name for name, entry in PARAMETERS.items() if entry.in_body)
+"""Keys with the name and the meaning of a field of SamplingParams."""
+_MAX_TOKENS = "max_completion_tokens"
+"""The key of OpenAI's interface of which `max_tokens` is the deprecated name."""
 _ID_LISTS = ("stop_token_ids", "allowed_token_ids")
-_TRANSLATED = ("max_tokens", "max_completion_tokens", "stop", *_ID_LISTS, "logit_bias")
 _INTEGERS = (
-    *("n", "top_k", "seed", "min_tokens", "max_tokens", "max_completion_tokens"),
-    *("logprobs", "top_logprobs", "prompt_logprobs", "truncate_prompt_tokens"),
+    *(key for key in _DIRECT if PARAMETERS[key].dtype in INTEGERS),
+    *(_MAX_TOKENS, "logprobs", "top_logprobs", "truncate_prompt_tokens"),
 )
 _RULE_INTEGERS = ("stop_when", "probe_every", "probes")
 _RULE = "noria"
 """The key of the rule for the samples of a row, an extension of OpenAI's interface."""
 _COMMON = (
-    *(*_DIRECT, *_TRANSLATED, *FORM_KEYS),
+    *(*_DIRECT, _MAX_TOKENS, *FORM_KEYS),
     *(_RULE, "model", "logprobs", "stream", "truncate_prompt_tokens"),
 )
-SAMPLING_KEYS = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "ignore_eos",
-)
+_JOB_KEYS = tuple(key for key in _DIRECT if PARAMETERS[key].of_jobs)
 """Keys that a job may set for all rows."""
 _PREFILL_KEYS = ("add_generation_prompt", "continue_final_message")
 CHAT_KEYS = (
@@ -120,14 +94,12 @@ def read_params(
     if switch(given, "stream"):
         raise invalid_request("stream", "expected false in a batch, got true.")
     fields: dict[str, Any] = dict(defaults)
-    fields.update((key, given[key]) for key in _DIRECT if key in given)
-    # in OpenAI's interface max_tokens is the deprecated name of max_completion_tokens
-    limit_key = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+    for key in _DIRECT:
+        if key in given:
+            fields[key] = _READERS[key](given[key]) if key in _READERS else given[key]
+    limit_key = _MAX_TOKENS if _MAX_TOKENS in given else "max_tokens"
     if limit_key in given:
         fields["max_tokens"] = given[limit_key]
-    for key, read in _READERS.items():
-        if key in given:
-            fields[key] = read(given[key])
     echo = switch(given, "echo")
     logprobs = _chat_logprobs(given) if is_chat else _count(given, "logprobs")
     prompt_logprobs = _count(given, "prompt_logprobs")
@@ -174,16 +146,16 @@ def read_sampling(assignments: Sequence[str]) -> dict[str, Any]:
         key, equals, text = assignment.partition("=")
         try:
             if not equals:
-                raise ValueError("expected KEY=VALUE")
-            if key not in SAMPLING_KEYS:
-                raise unknown_parameter(key, SAMPLING_KEYS)
+                raise UserError("expected KEY=VALUE")
+            if key not in _JOB_KEYS:
+                raise unknown_parameter(key, _JOB_KEYS)
             value = json.loads(text)
             values[key] = whole_number(value) if key in _INTEGERS else value
             read_params(values, is_chat=False, defaults={})
         except ValueError as error:
             raise ConfigError(
                 f"--sampling {assignment}: {error} Write KEY=VALUE with one of "
-                f"{', '.join(SAMPLING_KEYS)} and a value in JSON."
+                f"{', '.join(_JOB_KEYS)} and a value in JSON."
             ) from None
     return values
 

@@ -21,6 +21,7 @@ from ..embedding.texts import cuts_of, lengths_of
 from ..errors import RowError
 from ..request import CompletionOutput, RequestOutput, TokenLogprob
 from ..text.tokenizer import Tokenizer
+from .figures import DROPPED
 from .lines import BadRow, BatchRow
 from .scan import ScannedRow
 
@@ -28,16 +29,6 @@ if TYPE_CHECKING:
     from ...modelzoo.pooling_config import Pooling
 
 LOWEST_LOGPROB = -9999.0
-DROPPED = "dropped_expert_choices"
-"""The key of the number of dropped expert choices, in output lines and in the journal."""
-AT_MAX_LENGTH = "at_max_length"
-"""The key of the number of continuations that ended at the plan's `max_length`, in rows without
-`max_tokens`."""
-STOPPED_SAMPLES, TOKENS_LEFT = "stopped_samples", "tokens_left"
-"""The keys of the number of samples that a rule stopped early, and of the tokens that they could
-still have had under their limits."""
-CUT, TEXTS_CUT = "prompt_tokens_cut", "texts_cut"
-"""The keys of the number of tokens that were cut from the texts of rows, and of these texts."""
 
 # errors of lines that were not read as requests: the standard's form with `response: null`
 _NEVER_EXECUTED = frozenset(
@@ -335,15 +326,15 @@ def row_metrics(row: BatchRow, output: RequestOutput) -> dict[str, float]:
     if row.pooled is not None:
         values["prompt_tokens"] = sum(lengths_of(output.prompt_token_ids))
         if any(cuts := cuts_of(output.prompt_token_ids)):
-            values[CUT], values[TEXTS_CUT] = sum(cuts), sum(map(bool, cuts))
+            values["prompt_tokens_cut"], values["texts_cut"] = sum(cuts), sum(map(bool, cuts))
     if samples is not None and samples.stopped:
-        values[STOPPED_SAMPLES] = samples.stopped
-        values[TOKENS_LEFT] = samples.tokens_left
+        values["stopped_samples"] = samples.stopped
+        values["tokens_left"] = samples.tokens_left
     if output.dropped_expert_choices:
         values[DROPPED] = output.dropped_expert_choices
     reasons = [completion.finish_reason for completion in output.outputs]
     if row.params.max_tokens is None and "length" in reasons:
-        values[AT_MAX_LENGTH] = reasons.count("length")
+        values["at_max_length"] = reasons.count("length")
     times = output.metrics
     if times is not None:
         values["latency"] = times.finished - times.arrival

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, RowError
+from ..errors import ConfigError, RowError, UserError
 from ..parameters.checks import wrong_value
 from ..structured.params import StructuredOutputsParams
 
@@ -122,7 +122,7 @@ def read_form_file(path: Path) -> dict[str, Any]:
             {"guided_grammar": text} if path.suffix == ".gbnf" else _keys_of_form(json.loads(text))
         )
         if read_form(form) is None:
-            raise ValueError("the form text, which asks for nothing")
+            raise UserError("the form text, which asks for nothing")
     except OSError as error:
         raise ConfigError(
             f"--form {path}: expected a file that can be read, got none ({error.strerror}). Check "
@@ -160,5 +160,5 @@ def field_names(form: Mapping[str, Any]) -> tuple[str, ...]:
 def _keys_of_form(value: Any) -> dict[str, Any]:
     keys = [key for key in FORM_KEYS if isinstance(value, dict) and key in value]
     if keys and len(value) > 1:
-        raise ValueError(f"the keys {', '.join(value)}")
+        raise UserError(f"the keys {', '.join(value)}")
     return value if keys else {"structured_outputs": {"json": value}}

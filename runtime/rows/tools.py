@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
-from ..errors import invalid_request
+from ..errors import UserError, invalid_request
 from ..parameters.checks import wrong_value
 from ..structured.params import StructuredOutputsParams
 from .body_keys import switch
@@ -182,7 +182,7 @@ def _call(text: str) -> ToolCall:
     # numbers that are read and written again could lose digits
     arguments = members["arguments"] if "arguments" in members else members["parameters"]
     if not isinstance(name, str) or not arguments.startswith("{"):
-        raise ValueError(text)
+        raise UserError(text)
     return ToolCall(name, arguments)
 
 
@@ -203,7 +203,7 @@ def _after_space(text: str, start: int) -> int:
 
 
 def _refuse_constant(literal: str) -> NoReturn:
-    raise ValueError(f"expected JSON, got {literal}")
+    raise UserError(f"expected JSON, got {literal}")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

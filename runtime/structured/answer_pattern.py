@@ -17,6 +17,8 @@ from functools import lru_cache
 from re import _constants, _parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
+from ..errors import UserError
+
 MAX_PATTERN = 500
 """Maximum length of a pattern in characters."""
 MAX_TEXT = 1000
@@ -46,23 +48,23 @@ def compile_answer(pattern: str) -> re.Pattern[str]:
         says what was expected, what came, and the remedy.
     """
     if len(pattern) > MAX_PATTERN:
-        raise ValueError(
+        raise UserError(
             f"expected a pattern of at most {MAX_PATTERN} characters, got {len(pattern)}."
         )
     try:
         compiled = re.compile(pattern)
         ways = _count_ways(_parser.parse(pattern))[1]
     except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"expected a regular expression of Python's re, got {pattern[:100]!r} ({error})."
         ) from None
     if compiled.groups > 1:
-        raise ValueError(
+        raise UserError(
             f"expected a pattern with at most one group, got {compiled.groups} in "
             f"{pattern[:100]!r}. Write (?:...) for groups that are not the answer."
         )
     if ways > MAX_WAYS:
-        raise ValueError(
+        raise UserError(
             f"expected a pattern with at most {MAX_WAYS} ways to match at one place, got more in "
             f"{pattern[:100]!r}, whose search could take too long. Bound its repeats as in "
             r"\d{1,9}, or let them give nothing back as in \s*+."

@@ -8,6 +8,7 @@ whose meaning differs, are refused with their place. Does not know about JSON or
 
 from typing import NamedTuple
 
+from ..errors import UserError
 from .language import (
     ANY_CHARACTER,
     EMPTY,
@@ -59,7 +60,7 @@ class _Ends(NamedTuple):
     """Whether any text may stand after them, unless they end with `$`."""
 
 
-class PatternError(ValueError):
+class PatternError(UserError):
     """A pattern that is wrong or not supported; the message says where."""
 
 

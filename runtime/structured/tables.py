@@ -15,6 +15,7 @@ from ...compile.grids.structured_grid import (
     StructuredGrid,
 )
 from ...modelzoo.structure import BITS, StructureTables
+from ..errors import UserError
 from .token_automaton import Blocks, TokenAutomaton
 
 _WORDS_OF_BLOCK = TOKENS_OF_BLOCK // BITS
@@ -111,7 +112,7 @@ def pack_tables(
     needed = job.grid(grid.schemas)
     for name in ("states", "classes", "masks", "move_blocks", "mask_blocks"):
         if getattr(needed, name) > getattr(grid, name):
-            raise ValueError(
+            raise UserError(
                 f"plan [structured]: expected {name} of at least {getattr(needed, name)}, got "
                 f"{getattr(grid, name)}. Plan again."
             )

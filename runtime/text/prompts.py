@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..embedding.texts import EncodedText, whole_text
-from ..errors import RowError, invalid_request
+from ..errors import RowError, UserError, invalid_request
 from .chat_messages import invalid_value
 from .chat_template import ChatRenderer
 from .tokenizer import Tokenizer
@@ -128,7 +128,7 @@ def one_each(name: str, given: Any, kind: type | UnionType, count: int) -> list[
         if not isinstance(value, kind):
             raise invalid_value(f"{name}[{index}]", expected, value)
     if len(values) != count:
-        raise ValueError(
+        raise UserError(
             f"{name}: expected one for all prompts or one each ({count}), got {len(values)}."
         )
     return values

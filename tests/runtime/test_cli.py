@@ -5,9 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from noria.runtime import cli
 from noria.runtime.commands import inspect_command
+from noria.runtime.errors import UserError
 from noria.runtime.process.stop_signals import StopNow
 
 _IMPORTS = """
@@ -109,16 +111,37 @@ def test_an_unreadable_plan_is_exit_code_2_and_named(tmp_path, capsys):
     assert str(plan) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("error", "code"), [(ValueError("x"), 2), (OSError("x"), 2)])
-def test_errors_of_the_user_have_codes_and_our_bugs_keep_their_traceback(monkeypatch, error, code):
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("x"), 2),
+        (OSError("x"), 2),
+        (ModuleNotFoundError("x"), 2),
+        (MemoryError("x"), 4),
+        (JaxRuntimeError("x"), 4),
+    ],
+    ids=repr,
+)
+def test_an_error_that_is_expected_is_one_line_and_a_code(monkeypatch, capsys, error, code):
+    monkeypatch.setattr(inspect_command, "run", raising(error))
+    assert cli.main(["inspect", "x"]) == code
+    assert capsys.readouterr().err == "noria: x\n"
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError, IndexError, RuntimeError])
+def test_another_error_is_a_bug_with_its_traceback_and_what_to_report(monkeypatch, capsys, kind):
+    monkeypatch.setattr(inspect_command, "run", raising(kind("shapes")))
+    assert cli.main(["inspect", "x"]) == 70
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and f"{kind.__name__}: " in lines[-1]
+    assert last.startswith("noria: this is a bug of noria") and "report the lines above" in last
+
+
+def raising(error: BaseException):
     def fail(options):
         raise error
 
-    monkeypatch.setattr(inspect_command, "run", fail)
-    assert cli.main(["inspect", "x"]) == code
-    error = TypeError("a bug")
-    with pytest.raises(TypeError):
-        cli.main(["inspect", "x"])
+    return fail
 
 
 @pytest.mark.parametrize(

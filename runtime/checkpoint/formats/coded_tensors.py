@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from ....modelzoo.weights.weight_formats import WeightFormat
+from ...errors import UserError
 from ...files.optional_packages import require
 from ..tensor_source import Box, Index, Interval
 
@@ -57,7 +58,7 @@ MXFP4_BLOCK = 32
 """The inputs of a block of MXFP4."""
 
 
-class ArrayMismatch(ValueError):
+class ArrayMismatch(UserError):
     """The stored array of a role that does not belong to the others."""
 
     def __init__(self, role: str, problem: str):

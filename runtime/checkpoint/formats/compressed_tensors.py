@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ....modelzoo.weights.weight_formats import CODE_BITS, WeightFormat
+from ...errors import UserError
 from ...files.disk import Disk, replace_file
 from .safetensors import SINGLE
 
@@ -59,7 +60,7 @@ class Matrix:
         if CODE_BITS[weight_format.codes] == 8:
             return {name: self.codes, **scales}
         if self.codes.shape[1] % CODES_IN_WORD:
-            raise ValueError(
+            raise UserError(
                 f"{name}: expected a multiple of {CODES_IN_WORD} inputs for codes of four bits, as "
                 f"readers take the number of inputs from words, got {self.codes.shape[1]}"
             )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
+from ...errors import UserError
 from ..byte_automaton import TooLarge, both, compile_language, multiples_of
 from ..language import Alternatives, Compiled, Language, Literal, Origin
 from ..pattern import PatternError
@@ -26,7 +27,7 @@ MAX_BOUND_DIGITS = 20
 """Maximum number of digits of a bound, those before and after the point together."""
 
 
-class SchemaError(ValueError):
+class SchemaError(UserError):
     """A schema that is wrong or not supported; the message names the keyword and its place."""
 
 

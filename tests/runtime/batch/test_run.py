@@ -33,6 +33,7 @@ from noria.runtime.errors import (
     OutputIsLocked,
     RowError,
     UnusableFile,
+    UserError,
 )
 from noria.runtime.errors import message as message_of
 from noria.runtime.pods.peers import Peers
@@ -127,10 +128,37 @@ def test_on_error_raise_stops_at_the_first_bad_row_before_any_build(tmp_path):
 
 @pytest.mark.parametrize(("phase", "code"), [("load", 3), ("build", 4)])
 def test_the_exit_code_says_whether_loading_or_compiling_failed(tmp_path, phase, code):
-    model = fake.FakeModel(failure=ValueError("no such tensor"), failure_phase=phase)
+    model = fake.FakeModel(failure=UserError("no such tensor"), failure_phase=phase)
     with pytest.raises(JobError, match="no such tensor") as caught:
         run(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", model)
     assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError])
+@pytest.mark.parametrize("phase", ["load", "build"])
+def test_a_bug_in_a_build_is_no_error_of_the_job(tmp_path, kind, phase):
+    model = fake.FakeModel(failure=kind("shapes"), failure_phase=phase)
+    with pytest.raises(kind, match="shapes"):
+        run(write_input(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", model)
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, KeyError])
+def test_a_bug_in_the_rows_keeps_those_that_have_finished(tmp_path, reference, kind):
+    class Broken(fake.FakeGenerator):
+        def step(self):
+            if self.num_steps == 6:
+                raise kind("shapes")
+            return super().step()
+
+    input_path, expected = reference
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(kind):
+        run(input_path, output, fake.FakeModel(Broken()))
+    model = fake.FakeModel()
+    assert run(input_path, output, model) == 1
+    manifest = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())
+    assert manifest["rows"]["kept_from_earlier_runs"] > 5 and masked(output) == expected
+    assert manifest["runs"][0]["end"].startswith("error: ")
 
 
 def test_a_compile_in_the_rows_is_an_error_that_costs_no_row(tmp_path, reference):
@@ -307,7 +335,7 @@ def test_a_journal_of_a_run_that_ended_before_its_build_claims_no_output(tmp_pat
     ("failure", "options"),
     [
         (JobError("two jobs", 2), {}),
-        (ValueError("no such weights"), {}),
+        (UserError("no such weights"), {}),
         (None, {"on_error": "raise"}),
     ],
 )
