@@ -93,6 +93,9 @@ class LayoutResult:
     tolerance: float | None = None
     """The largest difference of a layout that is equal to one device."""
 
+    predicted: dict[str, Any] | None = None
+    """The figures of the layout's plan for a workload, if there is one."""
+
     @property
     def agreement(self) -> str:
         """Whether a layout is equal to one device: `equal`, `differs`, or empty if nobody asked."""

@@ -18,7 +18,7 @@ library then generates code for the product. For the 30 layers of the embedded m
 platforms.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..graphs.graph_kinds import kinds_of
 from ..grids.bucket_grid import BucketGrid
@@ -57,7 +57,7 @@ class GraphSeconds:
     """Extra seconds of the decode graph for each entry of the pages."""
 
     @classmethod
-    def predicted(cls, platform: str, num_layers: int, entry_bytes: float) -> "GraphSeconds":
+    def predicted(cls, platform: str, num_layers: int, entry_bytes: float = 0.0) -> "GraphSeconds":
         """Predict the seconds for a model.
 
         Args:
@@ -66,8 +66,12 @@ class GraphSeconds:
           entry_bytes: Average bytes of a cache entry in one layer, on each device.
         """
         prefill, decode = _PREFILL[platform], _DECODE[platform]
-        per_entry = decode.per_byte * entry_bytes
-        return cls(prefill.seconds(num_layers), decode.seconds(num_layers), per_entry)
+        build = cls(prefill.seconds(num_layers), decode.seconds(num_layers))
+        return build.with_entries(platform, entry_bytes)
+
+    def with_entries(self, platform: str, entry_bytes: float) -> "GraphSeconds":
+        """The same seconds under a layout with so many bytes of an entry on each device."""
+        return replace(self, per_entry=_DECODE[platform].per_byte * entry_bytes)
 
     def of_decode(self, grid: BucketGrid) -> float:
         """Seconds to compile the decode graph of a grid with slots."""

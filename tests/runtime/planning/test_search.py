@@ -54,7 +54,7 @@ def seeds(count: int) -> list:
 
 def candidates(rows, budget=None, defaults=None) -> list:
     budget, defaults = budget or Budget(), defaults or GridDefaults()
-    return list(CandidateGrids(rows, CONFIG.max_position, COST, budget, defaults))
+    return CandidateGrids(rows, CONFIG.max_position, COST, budget, defaults).candidates()
 
 
 @pytest.mark.parametrize("seed", seeds(5))
