@@ -60,6 +60,8 @@ class Budget:
     """Maximum time to compile all graphs."""
     padding: float = math.inf
     """Maximum ratio of computed to real prompt tokens, dummy rows included."""
+    seconds: float = math.inf
+    """Seconds to compile and to run of another plan, which a plan should be below."""
     graph_seconds: GraphSeconds = NO_TIME
     """Predicted time to compile a graph; each graph must save at least this time."""
 

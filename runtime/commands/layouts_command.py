@@ -65,6 +65,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "under each layout",
     )
     add_dtype(parser)
+    _add_graphs(parser)
+    add(
+        "--verify",
+        action="store_true",
+        help="run each layout, and compare its logits with those of one device, in float32 unless "
+        "--dtype says otherwise",
+    )
+    add_quiet(parser)
+
+
+def _add_graphs(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the graphs that are compiled."""
+    add = parser.add_argument
     add("--slots", type=int, default=64, help="number of slots of the decode graph (default: 64)")
     add(
         "--length",
@@ -98,13 +111,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile the layers as a loop and not unrolled",
     )
-    add(
-        "--verify",
-        action="store_true",
-        help="run each layout, and compare its logits with those of one device, in float32 unless "
-        "--dtype says otherwise",
-    )
-    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -103,7 +103,8 @@ class LayoutSearch:
         layout, cost = ranked.layout, ranked.cost
         assert cost is not None
         planner = self.planner(layout, cost)
-        planner = replace(planner, candidates=ranked.candidates, limit=limit)
+        budget = replace(planner.budget, seconds=limit)
+        planner = replace(planner, candidates=ranked.candidates, budget=budget)
         result = progress.plan(planner, layouts_left)
         self.ranking.require(layout, result.best.grid)
         return PlannedLayout(layout, cost, result, ranked.candidates)

@@ -3,7 +3,6 @@
 Does not know about options or files. All seconds are predictions.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -71,8 +70,6 @@ class Planner:
     """Grids to compare with the best one, by name."""
     candidates: Sequence[Candidate] | None = None
     """The candidate grids of the rows; None to make them."""
-    limit: float = math.inf
-    """Seconds of another plan: grids that cannot be faster are skipped, except one."""
     simulated_rows: SimulatedRows | None = None
     """The rows to simulate, with their schedules, which planners of the same rows share."""
 
@@ -109,11 +106,11 @@ class Planner:
             candidates = self._grids(self.rows, self.table).candidates(
                 may_chunk=self.may_chunk, must_chunk=self.must_chunk
             )
-        return self._best_of(candidates, self.max_simulated, self.limit)
+        return self._best_of(candidates, self.max_simulated, self.budget.seconds)
 
     def _refined(self, search: SearchResult) -> SearchResult:
         """The result of the search, or a faster grid near it; the tries that are left are used."""
-        if search.best.seconds > self.limit:
+        if search.best.seconds > self.budget.seconds:
             return search
         grids, tried = self._grids(self.rows, self.table), {search.best.grid}
         while (left := self.max_simulated - search.num_simulated) > 0:
@@ -144,11 +141,10 @@ class Planner:
             candidates,
             sample.schedules,
             self.cost,
-            self.budget,
+            replace(self.budget, seconds=limit),
             max_simulated,
             lambda simulated: self.on_simulated(simulated, len(sample.rows)),
             sample.scaled,
-            limit,
         )
 
     def _with_prefixes(self, search: SearchResult) -> SearchResult:

@@ -137,12 +137,11 @@ def find_best_grid(
     max_simulated: int = MAX_SIMULATED_GRIDS,
     on_simulated: Callable[[SimulatedGrid], None] = lambda simulated: None,
     scaled: ScaleToAllRows = lambda grid, simulation: simulation,
-    limit: float = math.inf,
 ) -> SearchResult:
     """Find the candidate with the fewest seconds to compile and to run.
 
     Args:
-      limit: Seconds of another plan: candidates whose bound is no less are skipped, except that
+      budget: The limits. Candidates that cannot be below its seconds are skipped, except that
         there is always a result.
       scaled: Scales a simulation to all rows, if the rows of `schedules` are a sample.
 
@@ -158,7 +157,7 @@ def find_best_grid(
         waiting.remove(first)
         candidate = first.candidate
         if candidate.padding > budget.padding or (
-            best and candidate.bound >= min(best.seconds, limit)
+            best and candidate.bound >= min(best.seconds, budget.seconds)
         ):
             continue
         simulated = simulate_grid(candidate.grid, schedules, cost, budget, scaled)

@@ -73,7 +73,7 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _search_lines(search: Mapping[str, Any], other: str) -> list[str]:
-    """What was searched, what the rest of it might save, and what was not searched."""
+    """The size of the search, the share that the rest of it might save, and its limits."""
     layouts = f"{plural(search['layouts'], 'layout')}, " if search["layouts"] > 1 else ""
     sizes = [
         f"{label} other than {_sizes(search['sizes'][name])}"

@@ -6,7 +6,7 @@ schedule is below its bound has tests of its own.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -79,9 +79,8 @@ class Problem:
             candidates = list(every_grid(planner._grids(planner.rows, planner.table)))
             schedules = planner._sample.schedules
             limit = min((one.seconds for one in found), default=np.inf)
-            result = find_best_grid(
-                candidates, schedules, layout.cost, planner.budget, len(candidates), limit=limit
-            )
+            budget = replace(planner.budget, seconds=limit)
+            result = find_best_grid(candidates, schedules, layout.cost, budget, len(candidates))
             found.append(result.best)
         return min(found, key=lambda one: one.seconds)
 
