@@ -200,7 +200,8 @@ def _picture_of_layouts(report: Mapping[str, Any]) -> list[Picture]:
         return []
     caption = (
         "The seconds of the run under each layout's plan: reads of weights and of the cache, "
-        "products, attention, and collectives by kind and mesh axes."
+        "products, attention, and collectives by kind and mesh axes. Layouts are in the order of "
+        "the seconds to compile and to run."
     )
     return [Picture("Layouts by cause of their seconds", caption, draw_layouts(ranked))]
 
