@@ -95,6 +95,9 @@ class LayoutResult:
     weights: str | None = None
     """The weights of the comparison: `checkpoint` or `random`."""
 
+    predicted: dict[str, Any] | None = None
+    """The figures of the layout's plan for a workload, if there is one."""
+
     @property
     def agreement(self) -> str:
         """Whether a layout is equal to one device: `equal`, `differs`, or empty if nobody asked."""

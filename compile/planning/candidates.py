@@ -30,15 +30,21 @@ from .cost import CostModel
 from .graph_prices import GraphPrices
 from .page_choice import pages_in_memory
 from .run_bounds import Candidate, ExpectedRow, RunBounds, calls_to_fill
+from .work import Work
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-TOKENS_PER_PREFILL = (32, 64, 128, 256, 512, 1024, 2048)
+TOKENS_PER_PREFILL = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+"""Tokens of a call of whole prompts; a layout that splits rows has as many in each piece."""
+MAX_TOKENS_TO_CUT = 2048
+"""Larger calls have the lengths of calls of this size: their seconds grow with their tokens."""
+NEAR = (1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2)
+"""Slots and rows of calls of grids that are next to another grid, as multiples of its own."""
 TILES = (16, 32, 64)
 """Chunk sizes of packed calls."""
 TILE_QUERIES = 64
 """Minimum number of queries of a tile for each head of keys on an accelerator, whose products have
 as many rows. Grouped heads have several queries for each token."""
-TOKENS_PER_PACKED = (512, 1024, 2048, 4096)
+TOKENS_PER_PACKED = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens of packed calls on an accelerator. Longer prompts leave no rows empty, so calls of these
 sizes fill soon."""
 
@@ -54,6 +60,8 @@ class Budget:
     """Maximum time to compile all graphs."""
     padding: float = math.inf
     """Maximum ratio of computed to real prompt tokens, dummy rows included."""
+    seconds: float = math.inf
+    """Seconds to compile and to run of another plan, which a plan should be below."""
     graph_seconds: GraphSeconds = NO_TIME
     """Predicted time to compile a graph; each graph must save at least this time."""
 
@@ -65,6 +73,11 @@ class Budget:
         left = self.compile_seconds - each.beside_prefill
         prefill = min(self.prefill_graphs, max(1, int(left / each.prefill / (1 + score))))
         return replace(self, prefill_graphs=prefill)
+
+
+def working_bytes(work: Work, grid: BucketGrid) -> float:
+    """Estimated bytes that the largest prefill call of a grid needs beside weights and cache."""
+    return max(work.working_bytes(grid.prefill_call(bucket)) for bucket in grid.prefill)
 
 
 def _expected_use(rows: Sequence[ExpectedRow], *, has_chunks: bool) -> SlotUse:
@@ -121,17 +134,19 @@ class CandidateGrids:
             table,
         )
 
-    def __iter__(self) -> Iterator[Candidate]:
-        """Candidates within the budget, in no order."""
-        yield from self.whole_prompt_candidates()
-        yield from self.chunk_candidates()
+    def candidates(self, *, may_chunk: bool = True, must_chunk: bool = False) -> list[Candidate]:
+        """Candidates within the budget: those of whole prompts unless they must be in chunks, then
+        those of chunks if they may be."""
+        whole = [] if must_chunk else self.whole_prompt_candidates()
+        return [*whole, *(self.chunk_candidates() if may_chunk else ())]
 
     def whole_prompt_candidates(self) -> Iterator[Candidate]:
         """Candidates that prefill whole prompts."""
         grids = (
-            self._grid(slots, self.prefill_buckets(tokens, slots))
+            self._grid(slots, buckets)
             for slots in self._slot_counts(has_chunks=False)
-            for tokens in TOKENS_PER_PREFILL
+            for tokens in self._useful(TOKENS_PER_PREFILL)
+            for buckets in self._prefill_choices(tokens, slots)
         )
         return self._within_budget(grid for grid in grids if grid is not None)
 
@@ -151,10 +166,27 @@ class CandidateGrids:
             # entries are split as the tokens of a tile are
             and not tile % self._defaults.page_multiple
         ]
-        calls = TOKENS_PER_PREFILL if is_cpu else TOKENS_PER_PACKED
+        calls = self._useful(TOKENS_PER_PREFILL if is_cpu else TOKENS_PER_PACKED)
         choices = product(self._slot_counts(has_chunks=True), calls, tiles)
         grids = (self._packed(*choice) for choice in choices)
         return self._within_budget(grid for grid in grids if grid is not None)
+
+    def near(self, grid: BucketGrid) -> list[Candidate]:
+        """Candidates within the budget with the lengths of a grid, and slots and calls near its."""
+        multiples = self._defaults.slot_multiple, self._defaults.batch_multiple
+        most = round_up(self._slot_use[bool(grid.chunks)].num_sequences, multiples[0])
+
+        def scaled(value: int, factor: float, multiple: int) -> int:
+            return max(1, int(value * factor) // multiple) * multiple
+
+        grids = (
+            self._grid(
+                min(most, scaled(grid.decode_slots, of_slots, multiples[0])),
+                [b._replace(batch=scaled(b.batch, of_calls, multiples[1])) for b in grid.prefill],
+            )
+            for of_slots, of_calls in product(NEAR if grid.decode_slots else [1], NEAR)
+        )
+        return list(self._within_budget(one for one in grids if one not in (None, grid)))
 
     @property
     def min_bytes(self) -> int:
@@ -178,6 +210,18 @@ class CandidateGrids:
         num_sequences = self._slot_use[False].num_sequences
         return with_small_calls(self._cut(tokens), slots, num_sequences, self._defaults)
 
+    def _prefill_choices(self, tokens: int, slots: int) -> Iterator[Sequence[PrefillBucket]]:
+        """The cheapest lengths in small calls, and in calls that may take all slots."""
+        yield self.prefill_buckets(tokens, slots)
+        if slots:
+            yield [b._replace(batch=min(b.batch, slots)) for b in self._cut(tokens)]
+
+    def _useful(self, tokens_per_call: Sequence[int]) -> list[int]:
+        """The sizes of calls up to the first one that has room for all prompts."""
+        every = int(self._prompts.sum()) / self._defaults.batch_multiple
+        count = sum(tokens < every for tokens in tokens_per_call)
+        return list(tokens_per_call[: count + 1])
+
     def run_seconds(self, grid: BucketGrid) -> float:
         """Minimum seconds of a run on a grid, without its build and planned prefixes."""
         return self._bounds.run_seconds(grid)
@@ -193,6 +237,9 @@ class CandidateGrids:
     def _cut(self, tokens: int) -> list[PrefillBucket]:
         """Prefill buckets of least cost for calls of up to `tokens` tokens, or of one row."""
         if tokens not in self._cuts:
+            if tokens > MAX_TOKENS_TO_CUT:
+                self._cuts[tokens] = self._larger_calls(tokens)
+                return self._cuts[tokens]
             defaults = replace(
                 self._defaults,
                 tokens_per_prefill=tokens * self._defaults.batch_multiple,
@@ -203,6 +250,18 @@ class CandidateGrids:
                 num_kinds, self._prompts, self.max_length, defaults
             )
         return self._cuts[tokens]
+
+    def _larger_calls(self, tokens: int) -> list[PrefillBucket]:
+        """The lengths of smaller calls, in calls of up to `tokens` tokens that are equally full."""
+        multiple, buckets = self._defaults.batch_multiple, self._cut(MAX_TOKENS_TO_CUT)
+        ends = np.searchsorted([bucket.length for bucket in buckets], self._prompts)
+        counts = np.bincount(ends, minlength=len(buckets)).tolist()
+        larger = []
+        for bucket, count in zip(buckets, counts, strict=True):
+            max_rows = max(bucket.batch, tokens // bucket.length * multiple)
+            num_calls = max(1, -(-count // max_rows))
+            larger.append(bucket._replace(batch=round_up(max(1, -(-count // num_calls)), multiple)))
+        return larger
 
     def _packed(self, slots: int, tokens: int, tile: int) -> BucketGrid | None:
         """The grid of packed calls; None if it has no room for a tile or for the pages of a row."""
@@ -221,4 +280,6 @@ class CandidateGrids:
             return grid
         work = self._cost.work
         grid = with_needed_pages(grid, self._slot_use[bool(grid.chunks)])
-        return pages_in_memory(grid, work, self._budget.memory_bytes - work.parameter_bytes)
+        beside_calls = self._cost.hardware.memory_bytes - working_bytes(work, grid)
+        limit = min(self._budget.memory_bytes, beside_calls)
+        return pages_in_memory(grid, work, limit - work.parameter_bytes)

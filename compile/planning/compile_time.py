@@ -23,7 +23,7 @@ library then generates code for the product. For the 30 layers of the embedded m
 platforms.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..graphs.graph_kinds import DECODE, EMPTY_STATE, FORK, graph_keys
 from ..grids.bucket_grid import BucketGrid
@@ -66,7 +66,7 @@ class GraphSeconds:
     empty_state: float = 0.0
 
     @classmethod
-    def predicted(cls, platform: str, num_layers: int, entry_bytes: float) -> "GraphSeconds":
+    def predicted(cls, platform: str, num_layers: int, entry_bytes: float = 0.0) -> "GraphSeconds":
         """Predict the seconds for a model.
 
         Args:
@@ -74,18 +74,22 @@ class GraphSeconds:
           num_layers: Layers that a program defines; for a loop, the layers of one iteration.
           entry_bytes: Average bytes of a cache entry in one layer, on each device.
         """
-        return cls(
+        build = cls(
             _PREFILL[platform].seconds(num_layers),
             _DECODE[platform].seconds(num_layers),
-            _DECODE[platform].per_byte * entry_bytes,
-            _FORK[platform].seconds(num_layers),
-            _EMPTY_STATE[platform],
+            fork=_FORK[platform].seconds(num_layers),
+            empty_state=_EMPTY_STATE[platform],
         )
+        return build.with_entries(platform, entry_bytes)
 
     @property
     def beside_prefill(self) -> float:
         """Seconds to compile the graphs that do not read prompts, in a grid with few pages."""
         return self.decode + self.fork + self.empty_state
+
+    def with_entries(self, platform: str, entry_bytes: float) -> "GraphSeconds":
+        """The same seconds under a layout with so many bytes of an entry on each device."""
+        return replace(self, per_entry=_DECODE[platform].per_byte * entry_bytes)
 
     def of_decode(self, grid: BucketGrid) -> float:
         """Seconds to compile the decode graph of a grid with slots."""

@@ -28,11 +28,21 @@ from ..hardware.hardware import Hardware
 from ..hardware.interconnect import Interconnect
 from ..plan_tables import check_keys, check_number
 from .compile_time import first_call_seconds
-from .work import Part, Sent, Work
+from .work import Part, Sent, Work, sum_by_key
 
 PAGES_ASSUMED = "reads of pages assumed"
 """The evidence of a plan with pages, if no read of pages was measured."""
 BINDS = ("compute", "memory", "network", "overhead")
+LIMITS = {
+    "products": "compute",
+    "attention": "compute",
+    "weights": "memory",
+    "cache": "memory",
+    "activations": "memory",
+    "calls": "overhead",
+}
+"""The limit of each cause of seconds. Any other cause is a collective, which waits for the network.
+"""
 MEMORY_FACTORS = tuple(sorted(map(float, 2 ** np.linspace(-3, 3, 13)), key=lambda x: abs(x - 1)))
 """Memory factors that a fit tries, as the peaks of an unmeasured machine may be this wrong."""
 
@@ -96,12 +106,18 @@ class Estimate:
 
     parts: Mapping[str, float]
     """Seconds by name of the part, and `overhead`."""
-    limits: Mapping[str, float]
-    """The same seconds by what limits them, one of `BINDS`."""
+    causes: Mapping[str, float]
+    """The same seconds by cause: a key of `LIMITS`, or a collective and its mesh axes."""
 
     @cached_property
     def seconds(self) -> float:
         return sum(self.parts.values())
+
+    @cached_property
+    def limits(self) -> Mapping[str, float]:
+        """The same seconds by what limits them, one of `BINDS`."""
+        by_cause = ((LIMITS.get(cause, "network"), s) for cause, s in self.causes.items())
+        return {**dict.fromkeys(BINDS, 0.0), **sum_by_key(by_cause)}
 
     @property
     def binds(self) -> str:
@@ -160,7 +176,7 @@ class CostModel:
         return self.hardware.efficiency.call_seconds if self.calibration is None else 0.0
 
     def estimate(self, call: Call) -> Estimate:
-        """Seconds of a call, by part and by limit."""
+        """Seconds of a call, by part and by cause."""
         if call not in self._known:
             if self.calibration is None:
                 self._known[call] = self._by_efficiency(call)
@@ -174,13 +190,13 @@ class CostModel:
     ) -> float:
         """Seconds of this work as one part, by peaks alone."""
         part = Part("all", flops, int8_flops, num_bytes, sent=sent)
-        return self._local(part, KindFactors())[0] + self._network(part)
+        return self._local(part, KindFactors())[0] + sum(self._collectives(part).values())
 
     def _by_efficiency(self, call: Call) -> Estimate:
-        """Seconds of a call by the efficiency of the hardware, by part and by limit."""
+        """Seconds of a call by the efficiency of the hardware, by part and by cause."""
         efficiency = self.hardware.efficiency
         parts: dict[str, float] = {}
-        limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
+        causes: dict[str, float] = {}
         kind = PAGES if call.page else call.phase
         for part in self.work.parts(call):
             local, limit = self._local(part, KindFactors())
@@ -188,38 +204,43 @@ class CostModel:
             local /= efficiency.share(part.name, kind, dtype, part.rows)
             extra_bytes = part.elements * efficiency.extra_bytes(part.name, kind)
             extra = extra_bytes / self.hardware.memory_rate
-            network = self._network(part)
-            parts[part.name] = local + extra + network
-            limits[limit] += local
-            limits["memory"] += extra
-            limits["network"] += network
+            of_part = _by_cause(part, limit, local, self._collectives(part))
+            # scores and logits that are written out and read again
+            of_part.append(("activations", extra))
+            parts[part.name] = sum(seconds for _, seconds in of_part)
+            causes = sum_by_key((*causes.items(), *of_part))
         of_call = efficiency.call_seconds
         if call.phase == "decode":
             of_call = efficiency.step_seconds
         overhead = of_call + self.work.config.num_layers * efficiency.layer_seconds
         if overhead:
-            parts["overhead"] = limits["overhead"] = overhead
-        return Estimate(parts, limits)
+            parts["overhead"] = causes["calls"] = overhead
+        return Estimate(parts, causes)
 
     def estimate_with(self, kind_factors: KindFactors, call: Call) -> Estimate:
-        """Seconds of a call with these corrections, by part and by limit."""
+        """Seconds of a call with these corrections, by part and by cause."""
         parts: dict[str, float] = {}
-        limits: dict[str, float] = dict.fromkeys(BINDS, 0.0)
+        causes: dict[str, float] = {}
         for part in self.work.parts(call):
             factor = kind_factors.factors.get(part.name, 1.0)
             local, limit = self._local(part, kind_factors)
-            network = self._network(part)
-            parts[part.name] = factor * (local + network)
-            limits[limit] += factor * local
-            limits["network"] += factor * network
+            of_part = [
+                (cause, factor * seconds)
+                for cause, seconds in _by_cause(part, limit, local, self._collectives(part))
+            ]
+            parts[part.name] = sum(seconds for _, seconds in of_part)
+            causes = sum_by_key((*causes.items(), *of_part))
         if kind_factors.overhead:
-            parts["overhead"] = limits["overhead"] = kind_factors.overhead
-        return Estimate(parts, limits)
+            parts["overhead"] = causes["calls"] = kind_factors.overhead
+        return Estimate(parts, causes)
 
-    def _network(self, part: Part) -> float:
-        """Seconds of a part's communication."""
+    def _collectives(self, part: Part) -> dict[str, float]:
+        """Seconds of a part's communication, by collective."""
         seconds = self._interconnect.seconds
-        return sum(seconds(kind, axes, sent) for (kind, axes), sent in part.sent.items())
+        return {
+            f"{kind} along {'+'.join(axes)}": seconds(kind, axes, sent)
+            for (kind, axes), sent in part.sent.items()
+        }
 
     def _local(self, part: Part, kind_factors: KindFactors) -> tuple[float, str]:
         """Seconds of a part on its device before its own factor, and their limit."""
@@ -231,6 +252,20 @@ class CostModel:
         copies = byte_seconds * part.weight_bytes * (self.hardware.weight_passes - 1)
         limit = "compute" if compute >= memory else "memory"
         return max(compute, memory) + copies, limit
+
+
+def _by_cause(
+    part: Part, limit: str, local: float, collectives: Mapping[str, float]
+) -> list[tuple[str, float]]:
+    """The seconds of a part by cause: those on its device, and those of its collectives."""
+    cause = part.name
+    if part.name == "attention" and limit == "memory":
+        cause = "cache"
+    elif part.name in ("products", "experts", "logits"):
+        cause = "products" if limit == "compute" else "weights"
+    elif not (part.flops or part.bytes):
+        return list(collectives.items())
+    return [(cause, local), *collectives.items()]
 
 
 @dataclass(frozen=True)

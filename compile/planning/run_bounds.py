@@ -10,9 +10,9 @@ A step costs what its rows read. So the bound has the fewest steps that may emit
 entries that these tokens read: whole pages, up to the token itself. No step reads more entries than
 the pool has, unless rows share pages. Each piece of a prompt reads whole pages up to its own end.
 
-The bound does not count that rows which wait for others to fill a call of chunks hold slots, which
-do not decode meanwhile. The expected time of a candidate counts it. It orders the candidates for
-the search, and excludes none.
+The bound does not count slots that are idle until enough rows fill a prefill call: of chunks, whose
+rows wait in their slots, or of whole prompts, whose rows wait for slots. The expected time of a
+candidate counts it. It orders the candidates for the search, and excludes none.
 
 Knows nothing of the choice of grids. Every time here is a prediction.
 """
@@ -104,6 +104,8 @@ class RunBounds:
         self._count_R, self._table = count_R, table
         self._prompts = np.array([row.need.prompt_length for row in rows])
         self._longest_output = max(row.output for row in rows)
+        outputs = np.array([row.output for row in rows])
+        self._spread = float(outputs.std() / max(1.0, outputs.mean()))
         self._may_share = table.shares or any(row.need.num_sequences > 1 for row in rows)
         """Whether rows may share pages."""
         change = np.zeros(max_length + 2)
@@ -125,7 +127,7 @@ class RunBounds:
         fixed = build + self._prefill_seconds(grid, calls)
         computed = sum(n * bucket.batch * bucket.tokens for bucket, n in calls.items())
         prompts, counts = self._prefilled(grid)
-        idle = idle_share(grid, sum(pieces.every) / counts.sum())
+        idle = idle_share(grid, pieces.every, int(counts.sum()), self._spread)
         decode_expected = decode / (1 - idle)
         return Candidate(
             grid,
@@ -265,13 +267,27 @@ def calls_to_fill(slots: int, prefill: Sequence[PrefillBucket]) -> int | None:
     )
 
 
-def idle_share(grid: BucketGrid, pieces_per_prompt: float) -> float:
-    """Expected share of slots that wait until enough rows fill a call of chunks.
+def idle_share(
+    grid: BucketGrid, num_pieces: Sequence[int], num_prompts: int, spread: float
+) -> float:
+    """Expected share of slots that are idle until enough rows fill a prefill call.
 
     With a batch of B, 0 to B - 1 pieces wait, (B - 1) / 2 on average. Those of a prompt have one
-    slot.
+    slot. Whole prompts wait for slots, which rows of equal outputs give back at the same time.
+
+    Args:
+      grid: The grid.
+      num_pieces: The number of prompts, or of pieces of prompts, in each bucket.
+      num_prompts: The number of prompts.
+      spread: The standard deviation of outputs as a share of their mean.
     """
-    if not grid.chunks:
+    if not grid.decode_slots:
         return 0.0
-    waiting = sum(bucket.batch - 1 for bucket in grid.prefill) / 2 / max(1.0, pieces_per_prompt)
+    if grid.chunks:
+        pieces_per_prompt = max(1.0, sum(num_pieces) / num_prompts)
+        waiting = sum(bucket.batch - 1 for bucket in grid.prefill) / 2 / pieces_per_prompt
+    else:
+        in_calls = zip(grid.prefill, num_pieces, strict=True)
+        waiting = sum(count * (bucket.batch - 1) for bucket, count in in_calls) / 2 / num_prompts
+        waiting *= min(1.0, spread)
     return min(MAX_IDLE_SHARE, waiting / grid.decode_slots)

@@ -1,8 +1,10 @@
 """`noria layouts`: compare layouts of one model on one target, present or absent.
 
 Each layout is checked. If it is legal, its longest prefill graph and its decode graph are compiled
-and their programs are read. Writes `layouts.json` and `layouts.png` into the output folder, and
-prints a table. Weights are read only with `--verify`, before anything is compiled.
+and their programs are read. With `--workload`, the layouts are also ranked by the predicted seconds
+of the best plan for these rows under each of them. Writes `layouts.json` and `layouts.png` into the
+output folder, and prints a table. Weights are read only with `--verify`, before anything is
+compiled.
 """
 
 import argparse
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..console import note, plural, tell
 from ..devices.compiler_messages import without_alarms
@@ -56,7 +58,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="layouts to compare, separated by spaces: NAME, NAME@data=2,tensor=4 or FILE "
         "(default: all named layouts)",
     )
+    add(
+        "--workload",
+        type=Path,
+        help="batch file, or CSV file with token counts, to predict the seconds of the best plan "
+        "under each layout",
+    )
     add_dtype(parser)
+    _add_graphs(parser)
+    add(
+        "--verify",
+        action="store_true",
+        help="run each layout, and compare its logits with those of one device, in float32 unless "
+        "--dtype says otherwise",
+    )
+    add_quiet(parser)
+
+
+def _add_graphs(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the graphs that are compiled."""
+    add = parser.add_argument
     add("--slots", type=int, default=64, help="number of slots of the decode graph (default: 64)")
     add(
         "--length",
@@ -90,13 +111,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile the layers as a loop and not unrolled",
     )
-    add(
-        "--verify",
-        action="store_true",
-        help="run each layout, and compare its logits with those of one device, in float32 unless "
-        "--dtype says otherwise",
-    )
-    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -106,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_fillable(options.output)
     layouts = map(layout_file, split_spellings(options.layouts))
-    read = [Path(options.model), *layouts]
+    read = [Path(options.model), *layouts, options.workload]
     check_files({}, [("an input", path) for path in read], _files_in(options.output))
     # weights that a directory does not have are made up for the comparison
     is_random = options.verify and has_no_weights(Path(options.model))
@@ -128,6 +142,7 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     from ..bundles.cpu_kernels import load_kernels
     from ..devices import backends
     from ..layouts.table import format_table
+    from ..planning.layout_table import ranked_lines
 
     compilation_cache.enable(partial(tell, sys.stderr))
     backends.prepare_jax(options.target)
@@ -136,23 +151,55 @@ def _run(options: argparse.Namespace, files: "ModelFiles") -> int:
     dtype = session.resolve_dtype(options.dtype, target)
     config, grid = files.spec.config, _grid(options)
     layouts = _layouts(options.layouts, len(target.devices))
+    predicted = [] if options.workload is None else _predicted(options, files, layouts, dtype)
     verification = _verification(options, files, target, dtype) if options.verify else None
     results: list[LayoutResult] = []
     try:
         for layout in layouts:
-            results.append(_measure(options, config, layout, target, grid, dtype))
+            result = _measure(options, config, layout, target, grid, dtype)
+            result.predicted = _figures_of(result, predicted)
+            results.append(result)
         if verification is not None:
             _verify(options, verification, layouts, results)
     finally:
         # figures stay, whatever ends the comparison
         if results:
             tell(sys.stdout, format_table(results))
+            if predicted:
+                tell(sys.stdout, "\n".join(["", *ranked_lines(predicted)]))
             _write(options, files, dtype, config, grid, results)
     is_wrong = any(
         result.agreement == "differs" or result.verdict == NOT_FINITE for result in results
     )
     is_fine = options.layouts == "all" or not any(result.findings for result in results)
     return EXIT_OK if is_fine and not is_wrong else EXIT_ROWS_FAILED
+
+
+def _predicted(
+    options: argparse.Namespace, files: "ModelFiles", layouts: Sequence["Layout"], dtype: str
+) -> list[dict[str, Any]]:
+    """The figures of the best plan for the workload under each layout, the fastest first."""
+    from ..planning.figures import layout_figures
+    from ..planning.plan_options import PlanOptions
+    from ..planning.prediction import plan_layouts
+
+    plan_options = PlanOptions(
+        options.workload,
+        options.target,
+        dtype=dtype,
+        page=options.page,
+        scan_layers=options.scan_layers,
+        quiet=options.quiet,
+    )
+    return layout_figures(*plan_layouts(plan_options, files, layouts))
+
+
+def _figures_of(
+    result: "LayoutResult", predicted: Sequence[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """The figures of a layout's plan; None without a workload."""
+    same = (one for one in predicted if (one["name"], one["mesh"]) == (result.name, result.mesh))
+    return next(same, None)
 
 
 def _layouts(names: str, num_devices: int) -> list["Layout"]:

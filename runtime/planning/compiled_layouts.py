@@ -25,6 +25,7 @@ from ...compile.graphs.graph_kinds import DECODE, GraphKey, call_of, kinds_of
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.plan import Numbers
+from ...compile.planning.candidates import Candidate
 from ...compile.planning.compiled_call import CompiledCall, ProgramCounts, compiled_call
 from ...compile.planning.cost import CostModel
 from ...compile.targets import find_target
@@ -44,6 +45,8 @@ class PlannedLayout:
     layout: Layout | None
     cost: CostModel
     result: PlanResult
+    candidates: Sequence[Candidate] = ()
+    """The grids among which the search chose the plan."""
     compiled: dict[str, CompiledCall] = field(default_factory=dict)
     """The costliest graph of each phase, compiled; empty if the layout was not compiled."""
     problem: str = ""
@@ -52,6 +55,11 @@ class PlannedLayout:
     @property
     def name(self) -> str:
         return "one device" if self.layout is None else f"{self.layout.name} ({self.layout.mesh})"
+
+    @property
+    def bound(self) -> float:
+        """The lower bound of the seconds of all plans under the layout."""
+        return min((one.bound for one in self.candidates), default=0.0)
 
     @property
     def seconds(self) -> float:

@@ -1,8 +1,7 @@
 """Rank layouts for a workload: legality first, then memory, then a lower bound of the seconds.
 
-The bound is the lowest of all grids of whole prompts, for a sample of the rows. It is cheap, and
-ranks layouts that differ by more than a few percent. A full search is worthwhile for the first
-layouts only.
+The bound is the lowest of all candidate grids. No plan under the layout that the search can find is
+faster, so a layout whose bound is above the seconds of another layout's plan is not the best.
 """
 
 from bisect import bisect_right
@@ -12,27 +11,25 @@ from dataclasses import dataclass, field, replace
 from ...compile.abstract_model import AbstractModel, model_sizes
 from ...compile.attention_kernels import cache_dtype
 from ...compile.grids.adapter_grid import AdapterGrid
+from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
+from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
 from ...compile.hardware.hardware import Hardware
-from ...compile.planning.candidates import Budget, CandidateGrids
+from ...compile.planning.candidates import Budget, Candidate, CandidateGrids
 from ...compile.planning.cost import Calibration, CostModel
 from ...compile.planning.run_bounds import ExpectedRow
 from ...compile.planning.work import Work
 from ...compile.weight_rules import ALL_FLOAT, WeightRules
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
-from ...sharding.legality import check
+from ...sharding.legality import check, require
 from ...sharding.mesh_layout import MeshLayout
 from ...sharding.placement import arrangement_of
 from ..console import GIGABYTE
-from .sample import longest_rows
 
 MAX_DEVICES = 4096
 NUM_LAYOUTS_TRIED = 3
 """The number of layouts, those with the smallest need of memory, that are tried on more devices."""
-
-MAX_SAMPLE_ROWS = 400
-"""The largest number of rows in evenly spaced steps from which bounds are computed."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +40,26 @@ class RankedLayout:
     cost: CostModel | None = None
     findings: tuple[str, ...] = ()
     """The reasons why the layout cannot be used."""
-    bound: float | None = None
-    """The lower bound in seconds for the sample of rows; None if the layout cannot be used."""
+    candidates: Sequence[Candidate] = ()
+    """The candidate grids; none if the layout cannot be used."""
     min_bytes: int | None = None
     """Bytes on each device of the weights and the smallest cache that holds the longest row."""
     max_row_length: int | None = None
     """The length of the longest row, in tokens."""
 
+    @property
+    def name(self) -> str:
+        return "one device" if self.layout is None else f"{self.layout.name} ({self.layout.mesh})"
+
+    @property
+    def bound(self) -> float | None:
+        """The lower bound of the seconds to compile and to run; None if it cannot be used."""
+        return min((candidate.bound for candidate in self.candidates), default=None)
+
     def __str__(self) -> str:
-        name = "one device" if self.layout is None else f"{self.layout.name} ({self.layout.mesh})"
         if self.bound is not None:
-            return f"\n{self.bound:10.2f} s at least for the sample: {name}"
-        return f"\n{name}: {' '.join(self.findings)}"
+            return f"\n{self.bound:10.2f} s at least to compile and run: {self.name}"
+        return f"\n{self.name}: {' '.join(self.findings)}"
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,12 @@ class Ranking:
     """The room for adapters, whose matrices are weights."""
     page: int | None = None
     """The entries of a page of the cache; None for those that suit the layout."""
+    table: PrefixTable = NOTHING_SHARED
+    """The common beginnings of the rows."""
+    max_length: int | None = None
+    """The largest length of rows without `max_tokens`; None for that of the rows."""
+    may_chunk: bool = True
+    must_chunk: bool = False
     _definitions: dict[object, AbstractModel] = field(default_factory=dict)
 
     def rank(self, layouts: Sequence[Layout | None]) -> list[RankedLayout]:
@@ -90,6 +101,12 @@ class Ranking:
         sizes = model_sizes(self.config, self.num_devices, weight_rules=self.weight_rules)
         return () if layout is None else tuple(check(layout, sizes))
 
+    def require(self, layout: Layout | None, grid: BucketGrid | None = None) -> None:
+        """Raise IllegalLayout if a layout is illegal for the model, or for a grid of it."""
+        if layout is not None:
+            sizes = model_sizes(self.config, self.num_devices, grid, self.weight_rules)
+            require(layout, sizes)
+
     def cost(self, layout: Layout | None) -> CostModel:
         """The cost model of calls under a legal layout."""
         codes = self.cache_codes
@@ -100,29 +117,34 @@ class Ranking:
     def defaults(self, layout: Layout | None) -> GridDefaults:
         """The aims of grids under a layout."""
         defaults = GridDefaults.for_layout(layout, self.platform, self.cache_codes)
-        return defaults if self.page is None else replace(defaults, page=self.page)
+        page = defaults.page if self.page is None else self.page
+        return replace(defaults, page=page, max_length=self.max_length)
+
+    def budget_under(self, cost: CostModel) -> Budget:
+        """The budget, with the seconds to compile graphs under the layout of a cost model."""
+        build = self.budget.graph_seconds.with_entries(self.platform, cost.work.entry_bytes)
+        return replace(self.budget, graph_seconds=build)
 
     def _rate(self, layout: Layout | None) -> RankedLayout:
         if findings := self.findings(layout):
             return RankedLayout(layout, findings=findings)
         cost = self.cost(layout)
-        defaults = self.defaults(layout)
         try:
             grids = CandidateGrids(
-                self._sample(), self.config.max_position, cost, self.budget, defaults
+                self.rows,
+                self.config.max_position,
+                cost,
+                self.budget_under(cost),
+                self.defaults(layout),
+                self.table,
             )
         except ValueError as error:
             return RankedLayout(layout, cost, (str(error),))
-        bound = min(
-            (candidate.bound for candidate in grids.whole_prompt_candidates()), default=None
-        )
-        findings = () if bound is not None else (self._why_unusable(grids.min_bytes),)
-        return RankedLayout(layout, cost, findings, bound, grids.min_bytes, grids.max_length)
-
-    def _sample(self) -> list[ExpectedRow]:
-        """Rows in evenly spaced steps, and the rows that decide the lengths of a plan."""
-        step = -(-len(self.rows) // MAX_SAMPLE_ROWS)
-        return [*self.rows[::step], *(self.rows[row] for row in longest_rows(self.rows))]
+        candidates: list[Candidate] = []
+        if cost.work.parameter_bytes < self.budget.memory_bytes:
+            candidates = grids.candidates(may_chunk=self.may_chunk, must_chunk=self.must_chunk)
+        findings = () if candidates else (self._why_unusable(grids.min_bytes),)
+        return RankedLayout(layout, cost, findings, candidates, grids.min_bytes, grids.max_length)
 
     def _why_unusable(self, needed: int) -> str:
         """The reason why no grid fits; the smallest one needs `needed` bytes on each device."""
@@ -135,9 +157,16 @@ class Ranking:
             )
         graph, is_scored = self.budget.graph_seconds, any(row.need.is_scored for row in self.rows)
         min_seconds = graph.prefill * (1 + is_scored) + graph.beside_prefill
+        if min_seconds > self.budget.compile_seconds:
+            return (
+                f"compiling the smallest number of graphs takes {min_seconds:.0f} s (predicted), "
+                f"more than the {self.budget.compile_seconds:.3g} s allowed. Raise "
+                f"--max-compile-minutes."
+            )
         return (
-            f"compiling the smallest number of graphs takes {min_seconds:.0f} s (predicted), more "
-            f"than the {self.budget.compile_seconds:.3g} s allowed. Raise --max-compile-minutes."
+            f"weights, the smallest cache ({needed / 1e9:.2f} GB a device) and the working memory "
+            f"of a prefill call are more than a device has, or --chunks leaves no grid. Use more "
+            f"devices, or shorter prompts."
         )
 
     def _definition(self, layout: Layout | None) -> AbstractModel:

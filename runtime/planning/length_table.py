@@ -1,20 +1,23 @@
 """Read tables of lengths: CSV files with the token counts of one request in each line.
 
 The columns are `prompt_tokens`, `output_tokens` and optionally `max_tokens`, for rows that may emit
-more tokens than expected; a value of `max_tokens` may be empty. The files of spreadsheets are read
+more tokens than expected, and `rows`, the number of rows that a line stands for. Values of the last
+two may be empty. The files of spreadsheets are read
 as they are: with a byte order mark, either kind of line end, and spaces around values. Any other
 deviation is refused with its line number. Does not know about models.
 """
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 
 from ...compile.grids.row_shape import RowShape
 from ...compile.planning.run_bounds import ExpectedRow
 from ..errors import ConfigError
 
-COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens")
+COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens", "rows")
+MAX_ROWS_OF_LINE = 10_000_000
 _MAX_SHOWN = 40
 """The number of characters of a wrong value that an error shows."""
 
@@ -27,7 +30,7 @@ def read_table(path: Path) -> Iterator[ExpectedRow]:
             columns = [name.strip() for name in next(lines, [])]
             _check_columns(path, columns)
             for cells in filter(None, lines):
-                yield _row(f"{path} line {lines.line_num}", columns, cells)
+                yield from _rows(f"{path} line {lines.line_num}", columns, cells)
         except csv.Error as error:
             raise ConfigError(
                 f"{path} line {lines.line_num}: expected values separated by commas, got: {error}."
@@ -42,13 +45,13 @@ def _check_columns(path: Path, columns: Sequence[str]) -> None:
     is_distinct = len(set(columns)) == len(columns)
     if not (is_distinct and set(COLUMNS[:2]) <= set(columns) <= set(COLUMNS)):
         raise ConfigError(
-            f"{path} line 1: expected the columns {', '.join(COLUMNS)} (the last is optional), "
+            f"{path} line 1: expected the columns {', '.join(COLUMNS)} (the last two optional), "
             f"separated by commas, got {_shown(', '.join(columns) or 'none')}. A table of prompts "
             f"cannot be planned: give the prompts as JSON Lines."
         )
 
 
-def _row(where: str, columns: Sequence[str], cells: Sequence[str]) -> ExpectedRow:
+def _rows(where: str, columns: Sequence[str], cells: Sequence[str]) -> Iterator[ExpectedRow]:
     if len(cells) != len(columns):
         raise ConfigError(
             f"{where}: expected {len(columns)} values ({', '.join(columns)}), got {len(cells)}."
@@ -61,16 +64,21 @@ def _row(where: str, columns: Sequence[str], cells: Sequence[str]) -> ExpectedRo
             f"{where}: expected at least one prompt token, and outputs from 0 to max_tokens, got "
             f"{prompt}, {output} and {limit}."
         )
-    return ExpectedRow(RowShape(prompt, limit), output)
+    num_rows = _count(where, "rows", values) if values.get("rows") else 1
+    if not 1 <= num_rows <= MAX_ROWS_OF_LINE:
+        raise ConfigError(
+            f"{where}: expected 1 to {MAX_ROWS_OF_LINE} for rows, got {num_rows}. Use several "
+            f"lines, or leave the line out."
+        )
+    return repeat(ExpectedRow(RowShape(prompt, limit), output), num_rows)
 
 
 def _count(where: str, name: str, values: Mapping[str, str]) -> int:
-    """The number of tokens in a cell; `int` alone would accept `1_000`."""
+    """The number in a cell; `int` alone would accept `1_000`."""
     value = values[name]
     if not (value.isascii() and value.isdigit() and len(value) < _MAX_SHOWN):
         raise ConfigError(
-            f"{where}: expected a whole number of tokens from 0 up for {name}, got "
-            f"{_shown(repr(value))}."
+            f"{where}: expected a whole number from 0 up for {name}, got {_shown(repr(value))}."
         )
     return int(value)
 

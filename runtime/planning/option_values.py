@@ -99,12 +99,10 @@ def hardware_of_options(options: PlanOptions) -> Hardware:
     return hardware_of(options.target, known_hardware(options.hardware))
 
 
-def budget_of(
-    options: PlanOptions, config: DecoderConfig, hardware: Hardware, entry_bytes: float = 0.0
-) -> Budget:
+def budget_of(options: PlanOptions, config: DecoderConfig, hardware: Hardware) -> Budget:
     """The limits on graphs, memory, compile time and padding that the options set.
 
-    `entry_bytes` depend on the layout. Without them, decode graphs are expected to compile faster.
+    Decode graphs take longer to compile under a layout (`GraphSeconds.with_entries`).
 
     Raises:
       ConfigError: The devices do not have as much memory.
@@ -122,7 +120,7 @@ def budget_of(
         memory_bytes=MEMORY_SHARE * hardware.memory_bytes if gigabytes is None else gigabytes * 1e9,
         compile_seconds=options.max_compile_minutes * 60,
         padding=options.max_padding,
-        graph_seconds=GraphSeconds.predicted(platform, num_defined, entry_bytes),
+        graph_seconds=GraphSeconds.predicted(platform, num_defined),
     )
 
 

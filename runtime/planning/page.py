@@ -1,13 +1,14 @@
 """Render the report of a plan as one HTML page that needs no other file and no network.
 
-Its pictures are PNGs, as bytes: the memory of a device, the run in time, rows in buckets, and
-graphs under the roofline.
+Its pictures are PNGs, as bytes: layouts by cause of their seconds, the memory of a device, the run
+in time, rows in buckets, and graphs under the roofline.
 """
 
 import base64
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from ..console import GIGABYTE
 from ..files.png_figure import png_figure
+from .layout_table import layout_name
 from .simulator import Timeline
 from .summary import summary
 
@@ -31,6 +33,19 @@ _MEMORY = {
     "free": ("free", _FREE),
 }
 """The label and the color of each kind of memory, in the order of the bar."""
+
+_CAUSES = {
+    "products": _PREFILL,
+    "attention": "#64b5cd",
+    "weights": _DECODE,
+    "cache": _PAGES,
+    "activations": "#937860",
+    "calls": "#8c8c8c",
+}
+"""The color of each cause of seconds that is no collective."""
+_MIN_CAUSE = 0.02
+"""The share of the slowest run above which a cause has a color of its own."""
+_MAX_LAYOUTS = 20
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
@@ -77,6 +92,39 @@ def _picture(picture: Picture) -> str:
 
 def _text(value: object) -> str:
     return html.escape(str(value))
+
+
+def draw_layouts(layouts: Sequence[Mapping[str, Any]]) -> bytes:
+    """Draw the seconds of a run under each of the first layouts by cause, as one bar for each."""
+    layouts = layouts[:_MAX_LAYOUTS]
+    smallest = _MIN_CAUSE * max(layout["run_seconds"] for layout in layouts)
+    every = [layout["seconds_by_cause"] for layout in layouts]
+    causes = dict.fromkeys((*_CAUSES, *(cause for one in every for cause in one)))
+    shown = [c for c in causes if any(one.get(c, 0.0) >= smallest for one in every)]
+    colors = _colors()
+    with png_figure((9.5, 1.4 + 0.26 * len(layouts))) as (figure, panel, png):
+        left = np.zeros(len(layouts))
+        for cause in shown:
+            seconds = np.array([one.get(cause, 0.0) for one in every])
+            color = _CAUSES.get(cause) or next(colors)
+            panel.barh(range(len(layouts)), seconds, left=left, color=color, label=cause)
+            left += seconds
+        rest = np.array([layout["run_seconds"] for layout in layouts]) - left
+        panel.barh(range(len(layouts)), rest, left=left, color=_FREE, label="other")
+        panel.set_yticks(range(len(layouts)), map(layout_name, layouts))
+        panel.invert_yaxis()
+        panel.set(xlabel="predicted seconds of the run")
+        panel.tick_params(labelsize=7)
+        figure.legend(loc="outside upper left", ncols=5, fontsize=7, frameon=False)
+    return png.getvalue()
+
+
+def _colors() -> Iterator[Any]:
+    """The colors of collectives, which begin again after the last one."""
+    from matplotlib import colormaps
+
+    sets = (colormaps[name](range(8)) for name in ("Set2", "Pastel1"))
+    return cycle(color for colors in sets for color in colors.tolist())
 
 
 def draw_memory(kinds: Mapping[str, float]) -> bytes:

@@ -13,11 +13,12 @@ from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.grid_defaults import GridDefaults
 from ...compile.grids.prefix_choice import with_prefixes
 from ...compile.grids.prefix_table import NOTHING_SHARED, PrefixTable
-from ...compile.planning.candidates import Budget, CandidateGrids
+from ...compile.planning.candidates import Budget, Candidate, CandidateGrids
 from ...compile.planning.cost import CostModel
 from ...compile.planning.other_grids import rule_based
 from ...compile.planning.run_bounds import ExpectedRow
 from ..console import plural
+from ..errors import NoPlanFits
 from ..progress.progress import Progress
 from .sample import ROWS_TO_SIMULATE, Sample, SampleUncertainty, SimulatedRows
 from .search import (
@@ -67,12 +68,14 @@ class Planner:
     """Whether groups of slots may share planned prefixes."""
     compared: Mapping[str, BucketGrid] = field(default_factory=dict)
     """Grids to compare with the best one, by name."""
+    candidates: Sequence[Candidate] | None = None
+    """The candidate grids of the rows; None to make them."""
     simulated_rows: SimulatedRows | None = None
     """The rows to simulate, with their schedules, which planners of the same rows share."""
 
     def plan(self) -> PlanResult:
         """Search for the best grid."""
-        search = self._search()
+        search = self._refined(self._search())
         whole = search.best.grid
         if self.may_group:
             search = self._with_prefixes(search)
@@ -97,17 +100,48 @@ class Planner:
         return num_searches * self.max_simulated * len(self._sample.rows)
 
     def _search(self) -> SearchResult:
-        grids = self._grids(self.rows, self.table)
-        candidates = [] if self.must_chunk else list(grids.whole_prompt_candidates())
-        if self.may_chunk:
-            candidates += grids.chunk_candidates()
+        candidates = self.candidates
+        if candidates is None:
+            candidates = self._grids(self.rows, self.table).candidates(
+                may_chunk=self.may_chunk, must_chunk=self.must_chunk
+            )
+        return self._best_of(candidates, self.max_simulated, self.budget.seconds)
+
+    def _refined(self, search: SearchResult) -> SearchResult:
+        """The result of the search, or a faster grid near it; the tries that are left are used."""
+        if search.best.seconds > self.budget.seconds:
+            return search
+        grids, tried = self._grids(self.rows, self.table), {search.best.grid}
+        while (left := self.max_simulated - search.num_simulated) > 0:
+            near = [
+                candidate
+                for candidate in grids.near(search.best.grid)
+                if candidate.bound < search.best.seconds and candidate.grid not in tried
+            ]
+            tried |= {candidate.grid for candidate in near}
+            if not near:
+                break
+            try:
+                found = self._best_of(near, left, search.best.seconds)
+            except NoPlanFits:
+                break
+            is_better = found.best.seconds < search.best.seconds
+            search = search.joined(found)
+            if not is_better:
+                break
+        return search
+
+    def _best_of(
+        self, candidates: Sequence[Candidate], max_simulated: int, limit: float
+    ) -> SearchResult:
+        """The best of some candidates for the rows of the sample."""
         sample = self._sample
         return find_best_grid(
             candidates,
             sample.schedules,
             self.cost,
-            self.budget,
-            self.max_simulated,
+            replace(self.budget, seconds=limit),
+            max_simulated,
             lambda simulated: self.on_simulated(simulated, len(sample.rows)),
             sample.scaled,
         )
@@ -149,20 +183,16 @@ class SearchProgress:
     bound at the rate so far.
     """
 
-    def __init__(self, progress: Progress, num_layouts: int):
+    def __init__(self, progress: Progress):
         self._progress = progress
-        self._layouts_left = num_layouts
-        """The layouts whose search has not begun."""
         self._num_grids = 0
         self._num_rows = 0
         """The rows that were simulated so far, those of each grid counted."""
         self.note: Callable[[str], None] = progress.note
         self.finish: Callable[[], None] = progress.finish
 
-    def plan(self, planner: Planner) -> PlanResult:
-        """The plan of the next layout; each simulated grid is shown."""
-        # a layout may be searched twice, with and without pages
-        self._layouts_left = max(0, self._layouts_left - 1)
+    def plan(self, planner: Planner, layouts_left: int = 0) -> PlanResult:
+        """The plan of the next layout, before those that are left; shows each simulated grid."""
         max_rows = planner.max_rows_simulated
         end = self._num_rows + max_rows
 
@@ -170,7 +200,7 @@ class SearchProgress:
             self._num_grids += 1
             self._num_rows += num_rows
             self.note(f"{simulated.seconds:10.1f} s to compile and run: {_short(simulated)}")
-            left = max(0, end - self._num_rows) + self._layouts_left * max_rows
+            left = max(0, end - self._num_rows) + layouts_left * max_rows
             self._progress.show_search(self._num_grids, self._num_rows, left)
 
         return replace(planner, on_simulated=show).plan()

@@ -4,11 +4,10 @@ All seconds are predictions.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...compile.abstract_model import model_sizes
 from ...compile.expert_plan import default_experts
 from ...compile.grids.adapter_grid import AdapterGrid
 from ...compile.grids.bucket_grid import BucketGrid
@@ -18,15 +17,13 @@ from ...compile.planning.cost import CostModel
 from ...compile.target_names import TargetName
 from ...modelzoo.config import DecoderConfig
 from ...sharding.layout import Layout
-from ...sharding.legality import IllegalLayout, require
 from ..checkpoint import ModelFiles
 from ..console import note, plural
 from ..errors import ConfigError, NoPlanFits
 from ..files.layout_files import named_layout_tables, read_layout, split_spellings
-from ..plans.plan_checks import read_stored
-from ..progress.progress import Progress
 from .compiled_layouts import LayoutCompiler, PlannedLayout
-from .layout_ranking import RankedLayout, Ranking, all_layouts, suggest_fitting_plan
+from .layout_ranking import RankedLayout, Ranking, all_layouts
+from .layout_search import LayoutSearch
 from .option_values import (
     budget_of,
     calibration_of,
@@ -35,15 +32,11 @@ from .option_values import (
     planned_model,
 )
 from .plan_options import PlanOptions
-from .planner import Planner, PlanResult, SearchProgress
-from .sample import ROWS_TO_SIMULATE, SimulatedRows
+from .planner import PlanResult
 from .search import SimulatedGrid
 from .workload import Workload, read_workload
 
 ALL = "all"
-MIN_LAYOUTS_SEARCHED = 3
-"""The number of best-ranked layouts that are searched; more if more are to be compiled."""
-PLAN_OF_RUN = "plan of the run"
 CHECKED, CHOICE = "checked plan", "planner's choice"
 """The names of a given plan and of the planner's own among grids that are compared."""
 
@@ -56,10 +49,10 @@ class Prediction:
     result: PlanResult
     workload: Workload
     cost: CostModel
-    layouts: list[RankedLayout]
-    """All ranked layouts, the fastest first."""
     searched: list[PlannedLayout]
-    """The layouts with a plan, the preferred one first."""
+    """The layouts with a plan, the fastest first."""
+    refused: list[RankedLayout]
+    """The layouts without one, with the reasons."""
     seconds: float
     """The seconds that planning took."""
 
@@ -67,6 +60,14 @@ class Prediction:
     def choice(self) -> SimulatedGrid | None:
         """The planner's own grid, if the plan was given; else None."""
         return self.result.others.get(CHOICE)
+
+    @property
+    def gap(self) -> float:
+        """The largest share of the plan's seconds that a grid of any layout might save, of those
+        that were not simulated."""
+        seconds = self.result.best.seconds
+        bounds = (one.result.search.min_bound for one in self.searched)
+        return max(0.0, 1 - min((bound for bound in bounds if bound), default=seconds) / seconds)
 
     @property
     def evidence(self) -> PlanEvidence:
@@ -113,21 +114,12 @@ def predict(
     _check_workload(options, workload, config.max_position)
     ranking = replace(_ranking(options, files, workload, numbers), adapters=adapters)
     ranked = _rank(options, ranking)
-    num_searched = max(MIN_LAYOUTS_SEARCHED, options.compile_layouts)
-    fitting = [ranked_layout for ranked_layout in ranked if ranked_layout.bound is not None]
-    chosen = fitting[:num_searched]
-    if not chosen:
-        reasons = "".join(map(str, ranked))
-        raise NoPlanFits(
-            f"no layout can serve this:{reasons}{suggest_fitting_plan(ranking, ranked)}"
-        )
-    simulated_rows = SimulatedRows(workload.rows, ROWS_TO_SIMULATE, workload.prefixes)
-    searched = _planned_layouts(options, ranking, workload, chosen, simulated_rows)
+    search = LayoutSearch(options, ranking, workload)
+    searched, refused = search.plans(ranked)
     if options.compile_layouts:
         searched = _as_compiled(options, config, numbers, adapters, searched)
     best = searched[0]
-    planner = _planner(options, ranking, workload, best.layout, best.cost, simulated_rows)
-    result = planner.with_comparison(best.result)
+    result = search.planner(best.layout, best.cost).with_comparison(best.result)
     grid = replace(best.result.best.grid, structured=workload.structured, adapters=adapters)
     plan = Plan(
         options.target,
@@ -140,7 +132,25 @@ def predict(
         evidence=_evidence(options, workload, best),
     )
     seconds = time.perf_counter() - started
-    return Prediction(plan, result, workload, best.cost, ranked, searched, seconds)
+    return Prediction(plan, result, workload, best.cost, searched, refused, seconds)
+
+
+def plan_layouts(
+    options: PlanOptions, files: ModelFiles, layouts: Sequence[Layout]
+) -> tuple[list[PlannedLayout], list[RankedLayout]]:
+    """Plan a workload under each of some layouts.
+
+    Returns:
+      The layouts with their plans, the fastest first, and those without a plan.
+
+    Raises:
+      NoPlanFits: No layout has a plan.
+      ConfigError: An option or the workload cannot be used.
+    """
+    workload = workload_of(options, files)
+    _check_workload(options, workload, files.spec.config.max_position)
+    ranking = _ranking(options, files, workload, numbers_of(options, files))
+    return LayoutSearch(options, ranking, workload).plans(ranking.rank(layouts))
 
 
 def check_plan(options: PlanOptions, files: ModelFiles, plan: Plan) -> Prediction:
@@ -166,13 +176,13 @@ def check_plan(options: PlanOptions, files: ModelFiles, plan: Plan) -> Predictio
         )
     ranking = _ranking(options, files, workload, plan.numbers)
     ranking = replace(ranking, adapters=grid.adapters)
-    _require(plan.layout, ranking, grid)
+    ranking.require(plan.layout, grid)
     (ranked,) = ranking.rank([plan.layout])
     if ranked.bound is None:
         raise NoPlanFits(f"the layout of the plan cannot serve this:{ranked}")
-    rows = SimulatedRows(workload.rows, ROWS_TO_SIMULATE, workload.prefixes)
-    (planned,) = _planned_layouts(options, ranking, workload, [ranked], rows)
-    planner = _planner(options, ranking, workload, plan.layout, planned.cost, rows)
+    layout_search = LayoutSearch(options, ranking, workload)
+    ((planned,), _) = layout_search.plans([ranked])
+    planner = layout_search.planner(plan.layout, planned.cost)
     result = replace(planner, compared={CHECKED: grid}).with_comparison(planned.result)
     others = dict(result.others)
     search = replace(result.search, best=others.pop(CHECKED))
@@ -181,7 +191,7 @@ def check_plan(options: PlanOptions, files: ModelFiles, plan: Plan) -> Predictio
     checked = replace(planned, result=result)
     plan = replace(plan, evidence=_evidence(options, workload, checked))
     seconds = time.perf_counter() - started
-    return Prediction(plan, result, workload, planned.cost, [ranked], [checked], seconds)
+    return Prediction(plan, result, workload, planned.cost, [checked], [], seconds)
 
 
 def _check_workload(options: PlanOptions, workload: Workload, max_position: int) -> None:
@@ -260,36 +270,6 @@ def _as_compiled(
     return ordered
 
 
-def _planned_layouts(
-    options: PlanOptions,
-    ranking: Ranking,
-    workload: Workload,
-    chosen: list[RankedLayout],
-    simulated_rows: SimulatedRows,
-) -> list[PlannedLayout]:
-    """Layouts with their plans, the fastest first; a layout without a legal plan is left out."""
-    planned: list[PlannedLayout] = []
-    reasons = []
-    progress = SearchProgress(Progress(is_quiet=options.quiet), len(chosen))
-    for ranked_layout in chosen:
-        layout, cost = ranked_layout.layout, ranked_layout.cost
-        assert cost is not None
-        if layout is not None:
-            progress.note(f"{layout.name} ({layout.mesh}):")
-        try:
-            planner = _planner(options, ranking, workload, layout, cost, simulated_rows)
-            result = progress.plan(planner)
-            _require(layout, ranking, result.best.grid)
-            planned.append(PlannedLayout(layout, cost, result))
-        except (NoPlanFits, IllegalLayout) as error:
-            reasons.append(f"{layout.name if layout else 'one device'}: {error}")
-            progress.note(reasons[-1])
-    progress.finish()
-    if not planned:
-        raise NoPlanFits("no plan fits. " + " ".join(reasons))
-    return sorted(planned, key=lambda layout_plan: layout_plan.result.best.seconds)
-
-
 def _ranking(
     options: PlanOptions, files: ModelFiles, workload: Workload, numbers: Numbers
 ) -> Ranking:
@@ -308,6 +288,10 @@ def _ranking(
         numbers.weight_rules,
         numbers.cache_codes,
         page=options.page,
+        table=workload.prefixes,
+        max_length=options.max_length,
+        may_chunk=options.chunks != "never",
+        must_chunk=options.chunks == "always",
     )
 
 
@@ -317,7 +301,7 @@ def _rank(options: PlanOptions, ranking: Ranking) -> list[RankedLayout]:
     if not layouts:
         raise ConfigError("--layout: expected at least one layout, got none.")
     if len(layouts) == 1:
-        _require(layouts[0], ranking)
+        ranking.require(layouts[0])
     ranked = ranking.rank(layouts)
     if len(layouts) > 1:
         for ranked_layout in ranked:
@@ -325,52 +309,8 @@ def _rank(options: PlanOptions, ranking: Ranking) -> list[RankedLayout]:
     return ranked
 
 
-def _planner(
-    options: PlanOptions,
-    ranking: Ranking,
-    workload: Workload,
-    layout: Layout | None,
-    cost: CostModel,
-    simulated_rows: SimulatedRows,
-) -> Planner:
-    config = cost.work.config
-    return Planner(
-        workload.rows,
-        config.max_position,
-        cost,
-        budget_of(options, config, cost.hardware, cost.work.entry_bytes),
-        replace(ranking.defaults(layout), max_length=options.max_length),
-        may_chunk=options.chunks != "never",
-        must_chunk=options.chunks == "always",
-        max_simulated=options.tries,
-        compared=_grids_of_run(workload),
-        table=workload.prefixes,
-        may_group=options.chunks != "always" and options.max_length is None,
-        simulated_rows=simulated_rows,
-    )
-
-
 def _layouts(options: PlanOptions, count: int) -> list[Layout | None]:
     """The layouts of `--layout`, or else all named layouts over all meshes of `count` devices."""
     if options.layout is not None and options.layout != ALL:
         return [read_layout(spelling, count) for spelling in split_spellings(options.layout)]
     return [None] if count == 1 else list(all_layouts(named_layout_tables(), count))
-
-
-def _require(layout: Layout | None, ranking: Ranking, grid: BucketGrid | None = None) -> None:
-    if layout is not None:
-        require(
-            layout,
-            model_sizes(ranking.config, ranking.num_devices, grid, ranking.weight_rules),
-        )
-
-
-def _grids_of_run(workload: Workload) -> "dict[str, BucketGrid]":
-    """The grid of the finished job whose output is given; empty without one.
-
-    A grid with prefixes is left out, as a sample of the rows does not show all of them.
-    """
-    if workload.manifest is None:
-        return {}
-    grid = read_stored(workload.manifest["plan"]).buckets
-    return {PLAN_OF_RUN: grid} if grid.prefixes is None else {}

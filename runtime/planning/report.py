@@ -4,27 +4,34 @@ All seconds are predictions; for each graph the report says what limits it.
 """
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...compile.graphs.graph_kinds import DECODE, GraphKey, call_of, graph_keys, kinds_of
+from ...compile.graphs.graph_kinds import DECODE, GraphKey, call_of, kinds_of
 from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
+from ...compile.planning.candidates import working_bytes
 from ...compile.planning.work import sent_by_axes
 from ...sharding.call import Call
 from ..engine.metrics import DecodeUse, PrefillUse, prefill_name
 from ..files.disk import Disk, replace_file
-from .compiled_layouts import PlannedLayout
-from .page import Picture, draw_memory, draw_roofline, draw_run, draw_workload, render_page
+from .figures import grid_figures, layout_figures, search_figures
+from .page import (
+    Picture,
+    draw_layouts,
+    draw_memory,
+    draw_roofline,
+    draw_run,
+    draw_workload,
+    render_page,
+)
 from .simulator import Timeline
 from .summary import held_pages
 
 if TYPE_CHECKING:
-    from .layout_ranking import RankedLayout
     from .prediction import Prediction
     from .search import SimulatedGrid
 
@@ -48,14 +55,13 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
         "hardware": {"name": cost.hardware.name, **cost.hardware.to_table()},
         "calibration": cost.calibration and cost.calibration.to_json(),
         "evidence": prediction.evidence.to_table(),
-        "predicted": _figures(result.best),
+        "predicted": grid_figures(result.best),
         "sample": result.uncertainty
         and {**asdict(result.uncertainty), "error": str(result.uncertainty)},
         "graphs": graphs(prediction),
         "shared_prefixes": result.best.simulation.metrics.shared_prefixes,
-        "comparison": {name: _figures(simulated) for name, simulated in result.others.items()},
-        "layouts": [_ranked(ranked_layout) for ranked_layout in prediction.layouts],
-        "searched_layouts": _searched(prediction.searched),
+        "comparison": {name: grid_figures(simulated) for name, simulated in result.others.items()},
+        "layouts": layout_figures(prediction.searched, prediction.refused),
         "choice": _choice(prediction),
         "held": _held(result.best),
         "memory_bytes": {
@@ -66,9 +72,7 @@ def to_json(prediction: "Prediction") -> dict[str, Any]:
             "device": cost.hardware.memory_bytes,
         },
         "search": {
-            "candidates": result.search.num_candidates,
-            "simulated": result.search.num_simulated,
-            "gap": result.search.gap,
+            **search_figures(prediction.searched, prediction.gap),
             "seconds": prediction.seconds,
         },
     }
@@ -173,10 +177,11 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
     rows, grid = prediction.workload.rows, prediction.result.best.grid
     hardware = prediction.cost.hardware
     return [
+        *_picture_of_layouts(report),
         Picture(
             "Memory of a device by kind",
-            "The working memory of graphs is known of compiled graphs alone (--compile-layouts); "
-            "without it, it is part of what is free.",
+            "The working memory of graphs is that of compiled graphs (--compile-layouts), or "
+            "estimated from shapes.",
             draw_memory(bytes_by_kind(grid, report)),
         ),
         _picture_of_run(prediction, report),
@@ -200,6 +205,19 @@ def _pictures(prediction: "Prediction", report: Mapping[str, Any]) -> list[Pictu
             ),
         ),
     ]
+
+
+def _picture_of_layouts(report: Mapping[str, Any]) -> list[Picture]:
+    """The layouts with a plan, if there are several."""
+    ranked = [layout for layout in report["layouts"] if layout["rank"] is not None]
+    if len(ranked) < 2:
+        return []
+    caption = (
+        "The seconds of the run under each layout's plan: reads of weights and of the cache, "
+        "products, attention, and collectives by kind and mesh axes. Layouts are in the order of "
+        "the seconds to compile and to run."
+    )
+    return [Picture("Layouts by cause of their seconds", caption, draw_layouts(ranked))]
 
 
 def _picture_of_run(prediction: "Prediction", report: Mapping[str, Any]) -> Picture:
@@ -232,12 +250,12 @@ def _held(best: "SimulatedGrid") -> dict[str, int]:
     }
 
 
-def _working_bytes(prediction: "Prediction") -> float | None:
-    """The bytes that a compiled graph needs beside weights and cache, at most."""
+def _working_bytes(prediction: "Prediction") -> float:
+    """The bytes that a graph needs beside weights and cache, at most: compiled, or estimated."""
     compiled = prediction.searched[0].compiled.values()
-    if not compiled:
-        return None
     work, grid = prediction.cost.work, prediction.result.best.grid
+    if not compiled:
+        return working_bytes(work, grid)
     largest = max(call.memory_bytes for call in compiled)
     return max(0.0, largest - work.parameter_bytes - work.grid_bytes(grid))
 
@@ -245,7 +263,7 @@ def _working_bytes(prediction: "Prediction") -> float | None:
 def bytes_by_kind(grid: BucketGrid, report: Mapping[str, Any]) -> dict[str, float]:
     """The bytes of a device by kind of memory."""
     memory = report["memory_bytes"]
-    cache, working = memory["cache"], memory["working"] or 0.0
+    cache, working = memory["cache"], memory["working"]
     free = max(0.0, memory["device"] - memory["weights"] - cache - working)
     kinds = {"weights": memory["weights"], "working": working, "free": free}
     if grid.pages is None or grid.page is None:
@@ -263,15 +281,6 @@ def _padding(grid: BucketGrid) -> str:
         f"A prompt is prefilled in chunks of {' and '.join(map(str, grid.chunks))} tokens, and "
         f"padded by at most {grid.chunks[0] - 1}."
     )
-
-
-def _ranked(ranked_layout: "RankedLayout") -> dict[str, Any]:
-    return {
-        "name": ranked_layout.layout and ranked_layout.layout.name,
-        "mesh": ranked_layout.layout and ranked_layout.layout.mesh.sizes,
-        "bound_of_sample": ranked_layout.bound,
-        "findings": list(ranked_layout.findings),
-    }
 
 
 def _estimate(prediction: "Prediction", key: GraphKey, call: Call | None = None) -> dict[str, Any]:
@@ -294,63 +303,9 @@ def _estimate(prediction: "Prediction", key: GraphKey, call: Call | None = None)
     }
 
 
-def _figures(simulated: "SimulatedGrid") -> dict[str, Any]:
-    metrics = simulated.simulation.metrics
-    padding, prefill = metrics.padding, metrics.prefill.values()
-    computed = sum(use.computed_tokens for use in prefill)
-    decoded = padding["computed_tokens"] - computed
-    table = simulated.grid.to_table()
-    return {
-        "prefill": table["prefill"],
-        "chunk": table["chunk"],
-        "decode_slots": simulated.grid.decode_slots,
-        "pages": simulated.grid.pages,
-        "page": simulated.grid.page,
-        "graphs": len(graph_keys(simulated.grid)),
-        "run_seconds": simulated.simulation.seconds,
-        "build_seconds": simulated.build_seconds,
-        "tail_seconds": simulated.simulation.tail_seconds,
-        "occupancy": simulated.simulation.occupancy,
-        "prefill_seconds": sum(use.seconds for use in prefill),
-        "decode_seconds": metrics.decode.seconds,
-        "prefill_real_tokens": sum(use.real_tokens for use in prefill),
-        "prefill_computed_tokens": computed,
-        "prefill_padding": padding["prefill_padding_tokens"] / max(computed, 1),
-        "idle_slots": padding["idle_slot_tokens"] / max(decoded, 1),
-        **padding,
-    }
-
-
 def _limit(prediction: "Prediction") -> str:
     """The length at which rows without max_tokens end, if it is below the model's context."""
     if not (reason := prediction.plan.max_length_reason):
         return ""
     limit, context = prediction.plan.buckets.max_length, prediction.cost.work.config.max_position
     return f"rows without max_tokens end at {limit} tokens of {context}: {reason}"
-
-
-def _searched(searched: Sequence[PlannedLayout]) -> list[dict[str, Any]]:
-    """Layouts that have a plan, the best first."""
-    return [
-        {
-            "name": layout_plan.layout and layout_plan.layout.name,
-            "mesh": layout_plan.layout and layout_plan.layout.mesh.sizes,
-            "grid": layout_plan.result.best.grid.to_table(),
-            "seconds": layout_plan.seconds,
-            "compiled_seconds": layout_plan.compiled_seconds
-            if layout_plan.compiled and math.isfinite(layout_plan.compiled_seconds)
-            else None,
-            "problem": layout_plan.problem,
-            "compiled": {
-                phase: {
-                    **asdict(call),
-                    "graph": str(call.graph),
-                    "sent": sent_by_axes([call.sent]),
-                    "factor": call.factor,
-                    "difference": call.difference,
-                }
-                for phase, call in layout_plan.compiled.items()
-            },
-        }
-        for layout_plan in searched
-    ]

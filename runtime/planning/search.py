@@ -46,6 +46,14 @@ class SimulatedGrid:
         """Predicted seconds to compile and to run."""
         return self.build_seconds + self.simulation.seconds
 
+    def causes(self, cost: CostModel) -> dict[str, float]:
+        """The seconds of the run by cause, the largest first (`Estimate.causes`)."""
+        causes = self.simulation.schedule.causes(self.grid, cost)
+        # those of a sample are scaled to all rows
+        factor = self.simulation.seconds / sum(causes.values())
+        ordered = sorted(causes.items(), key=lambda item: -item[1])
+        return {cause: factor * seconds for cause, seconds in ordered if seconds}
+
     @property
     def padding(self) -> float:
         """The ratio of computed to real prompt tokens."""
@@ -65,6 +73,17 @@ class SearchResult:
     min_bound: float | None
     """The smallest lower bound in seconds of the candidates that were not simulated; None if no
     such candidate can be better than `best`."""
+
+    def joined(self, other: "SearchResult") -> "SearchResult":
+        """The result of both searches together."""
+        best = min(self.best, other.best, key=lambda simulated: simulated.seconds)
+        bounds = [b for b in (self.min_bound, other.min_bound) if b and b < best.seconds]
+        return SearchResult(
+            best,
+            self.num_simulated + other.num_simulated,
+            self.num_candidates + other.num_candidates,
+            min(bounds, default=None),
+        )
 
     @property
     def gap(self) -> float:
@@ -122,6 +141,8 @@ def find_best_grid(
     """Find the candidate with the fewest seconds to compile and to run.
 
     Args:
+      budget: The limits. Candidates that cannot be below its seconds are skipped, except that
+        there is always a result.
       scaled: Scales a simulation to all rows, if the rows of `schedules` are a sample.
 
     Raises:
@@ -135,7 +156,9 @@ def find_best_grid(
         first = min(waiting, key=_Waiting.order)
         waiting.remove(first)
         candidate = first.candidate
-        if candidate.padding > budget.padding or (best and candidate.bound >= best.seconds):
+        if candidate.padding > budget.padding or (
+            best and candidate.bound >= min(best.seconds, budget.seconds)
+        ):
             continue
         simulated = simulate_grid(candidate.grid, schedules, cost, budget, scaled)
         num_simulated += 1

@@ -21,6 +21,7 @@ from ...compile.grids.bucket_grid import BucketGrid
 from ...compile.grids.prefill_bucket import PrefillBucket
 from ...compile.grids.prefix_grid import PlannedPrefix
 from ...compile.planning.cost import CostModel
+from ...compile.planning.work import sum_by_key
 from ...sharding.call import Call
 from ..engine.actions import (
     DecodeAction,
@@ -189,6 +190,17 @@ class Schedule:
             known.add(call.graph)
             seconds.append(first_call + _seconds_of(shape, count, cost))
         return seconds
+
+    def causes(self, grid: BucketGrid, cost: CostModel) -> dict[str, float]:
+        """The seconds of all calls by cause, as in `Estimate`, first calls included."""
+        pairs: list[tuple[str, float]] = []
+        for name, count in self.counts.items():
+            shape = self._shape(name, count, grid)
+            causes = cost.estimate(shape).causes
+            pairs += ((cause, count.steps * seconds) for cause, seconds in causes.items())
+            of_calls = _seconds_of(shape, count._replace(steps=0), cost)
+            pairs.append(("calls", cost.first_call_seconds(shape) + of_calls))
+        return sum_by_key(pairs)
 
     def _seconds(
         self, counts: Counts, grid: BucketGrid, cost: CostModel | None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..console import GIGABYTE, align_columns, plural
+from .layout_table import layout_name, ranked_lines
 
 GRAPHS = (
     "graph", "calls", "tokens real / computed", "predicted ms a call", "waits for", "predicted s",
@@ -21,6 +22,15 @@ PROGRAMS = (
     "Mcycles",
 )  # fmt: skip
 PEAKS_NOTE = "runs took 1.5 to 2 times as long where they were measured"
+SIZES = {
+    "slots": "slots",
+    "prompts_per_call": "prompts a call",
+    "chunk": "tokens of a chunk",
+    "chunks_per_call": "chunks a call",
+}
+"""The sizes that a search chooses, in `search` of a report, and what the summary calls them."""
+MAX_SIZES = 16
+"""The largest number of sizes that the summary lists."""
 COMPARISON = ("grid", "graphs", "prefill padding", "idle slots", "predicted s", "")
 
 
@@ -30,6 +40,7 @@ def summary(report: Mapping[str, Any]) -> str:
     search, refused = report["search"], plural(workload["refused"], "row")
     lacks = "this plan cannot serve" if report["choice"] else "no plan can serve"
     other = " than the planner's own" if report["choice"] else ""
+    ranked = ranked_lines(report["layouts"]) if len(report["layouts"]) > 1 else []
     lines = [
         f"workload   {workload['name']}: {plural(workload['rows'], 'row')}, "
         f"{plural(workload['prompt_tokens'], 'prompt token')}, "
@@ -43,7 +54,8 @@ def summary(report: Mapping[str, Any]) -> str:
         "",
         *align_columns([COMPARISON, *_compared({"this plan": predicted, **report["comparison"]})]),
         "",
-        *_compiled_layout_lines(report["searched_layouts"]),
+        *([*ranked, ""] if ranked else []),
+        *_compiled_layout_lines(report["layouts"]),
         *_program_lines(report["graphs"]),
         f"predicted  {predicted['run_seconds']:.1f} s to run and "
         f"{predicted['build_seconds']:.0f} s to compile {plural(predicted['graphs'], 'graph')}"
@@ -55,11 +67,32 @@ def summary(report: Mapping[str, Any]) -> str:
         f"memory     {_gigabytes(report['memory_bytes'], predicted)}",
         *([] if predicted["pages"] is None else [f"pages      {held_pages(report)}"]),
         *_choice_lines(report["choice"], predicted["run_seconds"]),
-        f"search     {search['simulated']} of {plural(search['candidates'], 'grid')} simulated; "
-        f"none of the others can be more than {search['gap']:.1%} faster to build and run{other}; "
-        f"{search['seconds']:.1f} s",
+        *_search_lines(search, other),
     ]
     return "\n".join(lines)
+
+
+def _search_lines(search: Mapping[str, Any], other: str) -> list[str]:
+    """The size of the search, the share that the rest of it might save, and its limits."""
+    layouts = f"{plural(search['layouts'], 'layout')}, " if search["layouts"] > 1 else ""
+    sizes = [
+        f"{label} other than {_sizes(search['sizes'][name])}"
+        for name, label in SIZES.items()
+        if search["sizes"][name]
+    ]
+    return [
+        f"search     {layouts}{search['simulated']} of {plural(search['candidates'], 'grid')} "
+        f"simulated; none of the others can be more than {search['gap']:.1%} faster to build and "
+        f"run{other}; {search['seconds']:.1f} s",
+        f"outside    not searched, except next to the best grid: {'; '.join(sizes)}",
+    ]
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    """Sizes in growing order; of many, how many there are."""
+    if len(sizes) <= MAX_SIZES:
+        return ", ".join(map(str, sizes))
+    return f"{len(sizes)} numbers from {sizes[0]} to {sizes[-1]}"
 
 
 def held_pages(report: Mapping[str, Any]) -> str:
@@ -165,14 +198,14 @@ def _slots(predicted: Mapping[str, Any]) -> str:
 def _layout_lines(report: Mapping[str, Any]) -> list[str]:
     if report["layout"] is None:
         return []
-    ranked = sum(layout["bound_of_sample"] is not None for layout in report["layouts"])
-    rank = f", the best of {ranked} that can be ranked" if ranked > 1 else ""
+    ranked = sum(layout["rank"] is not None for layout in report["layouts"])
+    rank = f", the best of {ranked}" if ranked > 1 else ""
     return [f"layout     {report['layout']}{rank}"]
 
 
 def _compiled_layout_lines(searched: Sequence[Mapping[str, Any]]) -> list[str]:
     """The table of compiled layouts, the fastest first; empty if no layout was compiled."""
-    compiled = [layout for layout in searched if layout["compiled"] or layout["problem"]]
+    compiled = [one for one in searched if one.get("compiled") or one.get("problem")]
     if not compiled:
         return []
     by_shapes = sorted(compiled, key=lambda layout: layout["seconds"])
@@ -193,9 +226,8 @@ def _compiled_layout(layout: Mapping[str, Any], rank: int) -> tuple[str, ...]:
     """A row of the table `COMPILED_LAYOUTS`."""
     calls = [layout["compiled"].get(phase) for phase in ("prefill", "decode")]
     known = [call for call in calls if call is not None]
-    mesh = ", ".join(f"{axis}={size}" for axis, size in (layout["mesh"] or {}).items())
     return (
-        f"{layout['name']} ({mesh})" if mesh else "one device",
+        layout_name(layout),
         f"{layout['seconds']:.4g}",
         "cannot run" if layout["problem"] else f"{layout['compiled_seconds']:.4g}",
         str(rank),

@@ -41,6 +41,38 @@ def test_a_part_takes_its_products_or_its_memory_whichever_is_longer():
         assert estimate.limits[estimate.binds] == max(estimate.limits.values())
 
 
+def test_the_causes_of_seconds_are_products_weights_cache_and_collectives():
+    model = CostModel(work_of(PLAIN), HARDWARE)
+    for call in CALLS:
+        parts, expected = {part.name: part for part in model.work.parts(call)}, {}
+        for name, causes in {
+            "products": ("products", "weights"),
+            "logits": ("products", "weights"),
+            "attention": ("attention", "cache"),
+            "activations": ("activations", "activations"),
+        }.items():
+            if part := parts.get(name):
+                compute, memory = part.flops / 1e9, part.bytes / 1e8
+                cause = causes[compute < memory]
+                expected[cause] = expected.get(cause, 0.0) + max(compute, memory)
+        assert model.estimate(call).causes == pytest.approx(expected)
+
+
+def test_collectives_are_causes_by_kind_and_axes():
+    table = {"name": "x", "mesh": {"data": 2, "tensor": 2}, "rules": {"mlp": "tensor"}}
+    table["rules"] |= {"batch": "data", "query_heads": "tensor"}
+    model = CostModel(work_of(PLAIN, Layout.from_table(table)), HARDWARE)
+    call = Call("prefill", 4, 64, 64)
+    (exchanges,) = (part for part in model.work.parts(call) if part.name == "exchanges")
+    expected = {
+        f"{kind} along {'+'.join(axes)}": n / 1e7 for (kind, axes), n in exchanges.sent.items()
+    }
+    causes = model.estimate(call).causes
+    assert "all-reduce along tensor" in expected
+    assert {name: causes[name] for name in expected} == pytest.approx(expected)
+    assert model.estimate(call).limits["network"] == pytest.approx(sum(expected.values()))
+
+
 def test_weights_that_are_copied_first_take_the_time_of_the_copies_too():
     work = work_of(PLAIN)
     once, copied = (CostModel(work, replace(HARDWARE, weight_passes=passes)) for passes in (1, 3))

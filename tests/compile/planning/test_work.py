@@ -225,3 +225,16 @@ def test_devices_that_split_heads_have_a_part_of_each_page():
     assert 2 * split.grid_bytes(PAGED) == whole.grid_bytes(PAGED)
     parts = [part(work, PAGED.average_step(80), "attention") for work in (split, whole)]
     assert 2 * parts[0].bytes == parts[1].bytes and 2 * parts[0].flops == parts[1].flops
+
+
+def test_working_memory_has_embeddings_hidden_activations_and_gathered_weights():
+    call = Call("prefill", 4, 64, 64)
+    mlp, head, heads, kv_heads = 160, 16, 8, 2
+    # the gates and inputs of the MLP are wider than queries, keys and values
+    expected = 4 * (6 * 4 * 64 * PLAIN.embed + 2 * 4 * 64 * 2 * mlp)
+    assert work_of(PLAIN).working_bytes(call) == expected
+    table = {"name": "x", "mesh": {"data": 2}, "rules": {"embed_in": "data"}}
+    table["prefill"] = {"rules": {"batch": "data", "embed_in": ""}}
+    gathered = work_of(PLAIN, Layout.from_table(table))
+    weights = PLAIN.embed * (head * (2 * heads + 2 * kv_heads) + 3 * mlp)
+    assert gathered.working_bytes(call) == expected / 2 + 4 * 2 * weights

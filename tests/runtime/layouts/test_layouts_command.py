@@ -343,3 +343,19 @@ def test_an_unknown_layout_is_refused_with_the_names_that_are_known(report, caps
     arguments = ["--model", str(report / "model"), "-o", str(report), "--layouts", "tensor-4d"]
     assert main(["layouts", *arguments, *OPTIONS]) == 2
     assert "expected a .toml file or one of data-parallel" in capsys.readouterr().err
+
+
+def test_layouts_are_ranked_by_the_seconds_of_their_plans_for_a_workload(report, capsys):
+    table = report / "rows.csv"
+    table.write_text("prompt_tokens,output_tokens,rows\n20,5,30\n9,3,20\n")
+    names = "data-parallel@data=4 data-tensor@data=2,tensor=2"
+    arguments = ["--model", str(report / "model"), "-o", str(report / "ranked"), "--layouts", names]
+    assert main(["layouts", *arguments, *OPTIONS, "--layers", "1", "--workload", str(table)]) == 0
+    results = json.loads((report / "ranked" / "layouts.json").read_text())
+    predicted = [result["predicted"] for result in results]
+    assert [one["name"] for one in predicted] == ["data-parallel", "data-tensor"]
+    first, second = sorted(predicted, key=lambda one: one["rank"])
+    assert 0 < first["seconds"] <= second["seconds"]
+    said = capsys.readouterr().out
+    assert f"why        {first['name']}" in said
+    assert all(f"{one['seconds']:.1f}" in said for one in predicted)

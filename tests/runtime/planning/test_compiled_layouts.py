@@ -19,9 +19,9 @@ from noria.compile.planning.compiled_call import CompiledCall
 from noria.compile.planning.run_bounds import ExpectedRow
 from noria.runtime.files.layout_files import named_layout_tables
 from noria.runtime.planning.compiled_layouts import LayoutCompiler, PlannedLayout, _costliest
+from noria.runtime.planning.figures import layout_figures
 from noria.runtime.planning.layout_ranking import Ranking, all_layouts
 from noria.runtime.planning.planner import Planner
-from noria.runtime.planning.report import _searched
 from noria.runtime.planning.summary import _compiled_layout_lines
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
@@ -134,6 +134,6 @@ def test_a_layout_whose_graphs_do_not_fit_says_what_lacks_and_one_not_compiled_s
     assert [bool(one.compiled) for one in found] == [True, False]
     assert found[0].compiled_seconds == math.inf
     assert "GB more than a device has" in found[0].problem
-    _, row, problem, _ = _compiled_layout_lines(_searched(found))
+    _, row, problem, _ = _compiled_layout_lines(layout_figures(found, []))
     assert re.search(r"cannot run +1 ", row)
     assert problem == f"{found[0].name}: {found[0].problem}"

@@ -35,9 +35,17 @@ def test_rows_may_emit_more_than_they_are_expected_to(tmp_path):
     assert rows_of(path) == [(5, 3, 9)]
 
 
+def test_a_line_may_stand_for_several_rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt_tokens,output_tokens,rows\n5,3,2\n7,1,\n")
+    assert rows_of(path) == [(5, 3, 3), (5, 3, 3), (7, 1, 1)]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        (b"prompt_tokens,output_tokens,rows\n5,3,0\n", "line 2: expected 1 to 10000000 for rows"),
+        (b"prompt_tokens,output_tokens,rows\n5,3,10000001\n", "got 10000001"),
         (b"", "line 1: expected the columns .* got none"),
         (b"prompt_tokens\n5\n", "line 1: expected the columns"),
         (b"prompt_tokens;output_tokens\n5;3\n", "line 1: .* separated by commas"),

@@ -42,8 +42,9 @@ class FakePlanner(Planner):
 def shown(*, is_quiet: bool = False) -> list[str]:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream=stream, clock=clock, is_quiet=is_quiet)
-    search = SearchProgress(progress, num_layouts=2)
-    assert [search.plan(FakePlanner(clock=clock)) for _ in range(2)] == ["plan", "plan"]
+    search = SearchProgress(progress)
+    plans = [search.plan(FakePlanner(clock=clock), layouts_left=left) for left in (1, 0)]
+    assert plans == ["plan", "plan"]
     search.finish()
     return stream.getvalue().splitlines()
 

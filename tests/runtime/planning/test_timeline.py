@@ -98,7 +98,7 @@ def test_the_kinds_of_memory_are_parts_of_a_device(row_tokens):
     work, grid = COST.work, replace(PAGED, row_tokens=row_tokens)
     of_pool, of_slot = work.bytes_of_pages(grid.page, grid.window_pages)
     memory = {"weights": 5000, "cache": work.grid_bytes(grid), "page": of_pool}
-    memory |= {"working": None, "device": 10**7}
+    memory |= {"working": 0.0, "device": 10**7}
     kinds = bytes_by_kind(grid, {"memory_bytes": memory, "held": {"pages": 5}})
     assert sum(kinds.values()) == pytest.approx(10**7)
     assert (kinds["held"], kinds["unused"]) == pytest.approx((5 * of_pool, 19 * of_pool))
