@@ -132,8 +132,10 @@ class Attention:
                 f"head_dim of {latent.head_dim}, plain_dim and rope_dim together, got "
                 f"{self.num_kv_heads} with {self.head_dim}."
             )
-        if isinstance(self.rope, NoRope):
-            raise UserError(f"latent: expected layers that rotate, got {self.rope}.")
+        if isinstance(self.rope, NoRope) or self.rope.growth:
+            raise UserError(
+                f"latent: expected layers that rotate, without growth of queries, got {self.rope}."
+            )
         options = {
             "qkv_bias": self.qkv_bias,
             "output_bias": self.output_bias,

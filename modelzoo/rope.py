@@ -1,6 +1,6 @@
 """Rotary position embeddings: frequencies at trace time, rotations from positions at run time.
 
-Layers without rotation may scale queries by a factor that grows with the position. Frequencies are
+Layers may scale queries by a factor that grows with the position. Frequencies are
 float64 numpy arrays until the last step, so a graph has them as one small constant. A rotated pair
 is one feature of each half of the rotated features of a head ("rotate half", the order of Hugging
 Face checkpoints). Knows nothing of caches or masks.
@@ -31,13 +31,15 @@ class Rotation(NamedTuple):
     sin_BT1h: jax.Array
     norm_epsilon: float | None = None
     """The epsilon of `RopeConfig`."""
+    growth_BT11: jax.Array | None = None
+    """The factor of each token's queries; None means no scaling."""
 
 
 class QueryGrowth(NamedTuple):
-    """Scaling of queries by position, in layers without rotation."""
+    """Scaling of queries by position alone, in layers without rotation."""
 
-    factor_BT11: jax.Array | None
-    """The factor of each token; None means no scaling."""
+    growth_BT11: jax.Array | None
+    """The factor of each token's queries; None means no scaling."""
 
 
 PositionCode = Rotation | QueryGrowth
@@ -52,21 +54,30 @@ def position_code(
     Positions that are a numpy array become a constant of the graph.
     """
     if isinstance(rope, RopeConfig):
-        return rotation(position_BT, rope, head_dim)
-    if not rope.scale:
-        return QueryGrowth(None)
+        code = rotation(position_BT, rope, head_dim)
+        growth_BT11 = _growth(position_BT, 0, rope.growth, rope.growth_interval)
+        return code._replace(growth_BT11=growth_BT11)
+    return QueryGrowth(_growth(position_BT, 1, rope.scale, rope.interval))
+
+
+def _growth(
+    position_BT: jax.Array | np.ndarray, offset: int, scale: float, interval: int
+) -> jax.Array | None:
+    """The factors on queries that grow with the number of whole intervals before a position."""
+    if not scale:
+        return None
     xp = np if isinstance(position_BT, np.ndarray) else jnp
-    num_intervals_BT = xp.floor((position_BT.astype(xp.float32) + 1) / rope.interval)
-    factor_BT = 1 + rope.scale * xp.log1p(num_intervals_BT)
-    return QueryGrowth(jnp.asarray(factor_BT, jnp.float32)[..., None, None])
+    num_intervals_BT = xp.floor((position_BT.astype(xp.float32) + offset) / interval)
+    factor_BT = 1 + scale * xp.log1p(num_intervals_BT)
+    return jnp.asarray(factor_BT, jnp.float32)[..., None, None]
 
 
 def encode(q_BTNH: jax.Array, k_BTKH: jax.Array, code: PositionCode) -> tuple[jax.Array, jax.Array]:
     """Apply a position code to queries and keys."""
     if isinstance(code, Rotation):
-        return rotate(q_BTNH, code), rotate(k_BTKH, code)
-    if code.factor_BT11 is not None:
-        q_BTNH = (q_BTNH.astype(jnp.float32) * code.factor_BT11).astype(q_BTNH.dtype)
+        q_BTNH, k_BTKH = rotate(q_BTNH, code), rotate(k_BTKH, code)
+    if code.growth_BT11 is not None:
+        q_BTNH = (q_BTNH.astype(jnp.float32) * code.growth_BT11).astype(q_BTNH.dtype)
     return q_BTNH, k_BTKH
 
 

@@ -66,6 +66,10 @@ class RopeConfig:
     norm_epsilon: float | None = None
     """Epsilon of a root mean square norm, without scale, of each rotated head; None means no
     norm."""
+    growth: float = 0.0
+    """Queries at position p are multiplied by `1 + growth * ln(1 + floor(p / growth_interval))`
+    (Ministral 3, after Nakanishi 2025, 2501.19399)."""
+    growth_interval: int = 1
 
 
 @dataclass(frozen=True)

@@ -393,6 +393,7 @@ def start(
         seed,
         packed,
         model.adapters,
+        model.files.spec.other_tokens,
     )
     slots = SlotCalls(grid, definition.padded_vocab, tables)
     dispatch = plan.experts or LOSSLESS_EXPERTS

@@ -8,12 +8,15 @@ Does not know how noria computes.
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import republished
+from republished import Config, Tensors
+from safetensors.numpy import load_file, save_file
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,13 @@ class Case:
     """Whether config.json is rewritten with `rope_theta` and `rope_scaling`."""
     is_fused: bool = False
     """Whether experts are saved as transformers holds them in memory, not as published."""
+    of: str | None = None
+    """The family that builds the model, for a family that transformers lacks."""
+
+    @property
+    def publish(self) -> Callable[[Config, Tensors], None] | None:
+        """The change of the saved model into the published form, for such a family."""
+        return getattr(republished, self.family) if self.of else None
 
 
 SHARED = {
@@ -661,6 +671,206 @@ CASES = (
         is_old_spelling=True,
     ),
     Case("granite-linear", "granite", _heads(3, 3) | {"logits_scaling": 0.5}, LINEAR),
+    Case(
+        "gemma-2b-biases",
+        "gemma",
+        _heads(4, 1, 14) | {"attention_bias": True},
+        is_old_spelling=True,
+    ),
+    Case(
+        "vaultgemma",
+        "vaultgemma",
+        _heads(4, 2, 14)
+        | {"num_hidden_layers": 3, "sliding_window": 5, "query_pre_attn_scalar": 20}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None},
+    ),
+    Case(
+        "command-r7b-biases",
+        "cohere2",
+        _heads(6, 2)
+        | {"num_hidden_layers": 4, "sliding_window": 5, "logit_scale": 0.5}
+        | {"attention_bias": True},
+        {"rope_theta": 5e4},
+        is_old_spelling=True,
+    ),
+    Case(
+        "olmo3-yarn-old",
+        "olmo3",
+        _heads(6, 2) | {"num_hidden_layers": 4, "sliding_window": 5},
+        by_kind({"rope_theta": 5e5} | YARN, {"rope_theta": 5e5}),
+        is_old_spelling=True,
+    ),
+    Case(
+        "olmo3-by-kind-biases",
+        "olmo3",
+        _heads(4, 4)
+        | {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"attention_bias": True, "tie_word_embeddings": True},
+        by_kind({"rope_theta": 5e5} | YARN, {"rope_theta": 300.0}),
+    ),
+    Case(
+        "flex-olmo",
+        "flex_olmo",
+        _heads(6, 2) | _experts(6, 3, "num_experts") | {"norm_topk_prob": True},
+        {"rope_theta": 5e5},
+    ),
+    Case(
+        "ministral-8b",
+        "ministral",
+        _heads(4, 2, 10)
+        | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    Case(
+        "ministral3-growth",
+        "ministral3",
+        _heads(6, 2, 10),
+        {"rope_theta": 1e6, "llama_4_scaling_beta": 0.3}
+        | {"mscale": 1.0, "mscale_all_dim": 1.0}
+        | YARN
+        | {"original_max_position_embeddings": 6},
+    ),
+    Case("ernie4.5", "ernie4_5", _heads(6, 2, 10), {"rope_theta": 5e5}, is_old_spelling=True),
+    Case(
+        "ernie4.5-moe",
+        "ernie4_5_moe",
+        _heads(6, 2)
+        | {"num_hidden_layers": 4, "moe_intermediate_size": 20, "moe_num_experts": 5, "moe_k": 2}
+        | {"moe_layer_end_index": 2},
+    ),
+    Case(
+        "exaone4-windows",
+        "exaone4",
+        _heads(4, 2, 10) | {"num_hidden_layers": 4, "sliding_window": 5},
+        LLAMA3,
+        is_old_spelling=True,
+    ),
+    Case(
+        "exaone4-no-window",
+        "exaone4",
+        _heads(6, 1, 8)
+        | {"sliding_window": None, "tie_word_embeddings": True}
+        | {"layer_types": ["full_attention"] * 2},
+        LLAMA3,
+    ),
+    Case("starcoder2", "starcoder2", _heads(4, 2) | {"sliding_window": 5}, is_old_spelling=True),
+    Case(
+        "kimi-k2",
+        "kimi_k2",
+        _latent(3, 16, 8, 4, 8) | _routed(8, 3, (1, 1)) | {"q_lora_rank": 24},
+        YARN_SCALED | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        is_old_spelling=True,
+        of="deepseek_v3",
+    ),
+    Case(
+        "dots1-windows",
+        "dots1",
+        _heads(4, 2, 10)
+        | _routed(8, 3, (4, 2), shared=2)
+        | {"num_hidden_layers": 3, "sliding_window": 5, "max_window_layers": 2}
+        | {"attention_bias": True, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    ),
+    Case(
+        "glm4-moe-half",
+        "glm4_moe",
+        _heads(6, 2, 12)
+        | _routed(8, 3, (4, 2))
+        | {"attention_bias": True, "use_qk_norm": True, "num_mtp_layers": 0},
+        {"rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        is_old_spelling=True,
+    ),
+    Case(
+        "minimax-m2-half",
+        "minimax_m2",
+        _heads(6, 2, 12) | _experts(6, 2) | {"rotary_dim": 6},
+        {"rope_theta": 5e6},
+        is_old_spelling=True,
+    ),
+    Case(
+        "solar-open",
+        "solar_open",
+        _heads(6, 2, 10) | _routed(6, 2, (1, 1), dense=0) | {"routed_scaling_factor": 1.5},
+        {"rope_theta": 1e6} | YARN,
+        is_old_spelling=True,
+    ),
+    Case(
+        "deepseek-moe",
+        "deepseek",
+        _heads(4, 4)
+        | _small_experts(6, 2)
+        | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [0], "qkv_bias": False},
+        is_old_spelling=True,
+        of="qwen2_moe",
+    ),
+    Case(
+        "granite-moe-shared",
+        "granitemoeshared",
+        _heads(6, 2)
+        | _experts(5, 2)
+        | {"shared_intermediate_size": 40, "residual_multiplier": 0.25, "logits_scaling": 8.0},
+    ),
+    Case(
+        "granite4-dense-unrotated",
+        "granitemoehybrid",
+        _heads(6, 2)
+        | _experts(0, 0)
+        | {"shared_intermediate_size": 40, "embedding_multiplier": 3, "mamba_n_heads": 4}
+        | {"layer_types": ["full_attention"] * 2, "tie_word_embeddings": True},
+    ),
+    Case(
+        "granite4-moe-rotated",
+        "granitemoehybrid",
+        _heads(4, 1, None)
+        | _experts(5, 2)
+        | {"shared_intermediate_size": 40, "attention_multiplier": 0.3, "mamba_n_heads": 4}
+        | {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
+    ),
+    Case(
+        "seed-oss-biases",
+        "seed_oss",
+        _heads(6, 2, 10) | {"attention_out_bias": True, "mlp_bias": True},
+        {"rope_theta": 1e7},
+        is_old_spelling=True,
+    ),
+    Case("helium-biases", "helium", _heads(6, 2, 8) | {"attention_bias": True, "mlp_bias": True}),
+    Case(
+        "cwm",
+        "cwm",
+        _heads(6, 2, 10) | {"num_hidden_layers": 5, "sliding_window": 5},
+        {"rope_theta": 1e6} | LLAMA3,
+        is_old_spelling=True,
+    ),
+    Case(
+        "stablelm-biases",
+        "stablelm",
+        _heads(4, 2) | {"use_qkv_bias": True},
+        {"partial_rotary_factor": 0.5},
+        is_old_spelling=True,
+    ),
+    Case(
+        "orion",
+        "orion",
+        _heads(4, 4) | {"use_qkv_bias": False, "tie_word_embeddings": False},
+        {"partial_rotary_factor": 1.0},
+        of="stablelm",
+    ),
+    Case(
+        "internlm2-biases",
+        "internlm2",
+        _heads(6, 2) | {"attention_bias": True},
+        {"rope_theta": 1e6, "rope_type": "dynamic", "factor": 2.0},
+        is_old_spelling=True,
+        of="llama",
+    ),
+    Case("mimo", "mimo", _heads(6, 2), {"rope_theta": 64e4}, is_old_spelling=True, of="qwen2"),
+    Case(
+        "minicpm",
+        "minicpm",
+        _heads(6, 6)
+        | {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+        | {"attention_multiplier": 8**-0.5, "tie_word_embeddings": True},
+        is_old_spelling=True,
+        of="granite",
+    ),
 )
 
 TRUE_LENGTHS = (23, 13, 1)
@@ -684,7 +894,7 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
     if "full_attention" not in rope:
         rope = {"rope_type": "default", "rope_theta": 10_000.0} | rope
     config = AutoConfig.for_model(
-        case.family, **{**SHARED, **case.options}, rope_parameters=copy.deepcopy(rope)
+        case.of or case.family, **{**SHARED, **case.options}, rope_parameters=copy.deepcopy(rope)
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
@@ -692,6 +902,8 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
             # norms start at one and biases at zero, where mistakes hide
             if parameter.ndim == 1 or "norm" in name or name.endswith("bias"):
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            if case.family == "deepseek" and "shared_expert_gate" in name:
+                parameter.zero_()
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.3 * torch.randn_like(buffer))
@@ -699,7 +911,17 @@ def save_reference(case: Case, directory: Path) -> list[np.ndarray]:
         logits = [model(torch.tensor([prompt])).logits[0] for prompt in prompts(case)]
     if case.is_old_spelling:
         _write_old_spelling(case, directory / "config.json", rope)
+    if case.publish is not None:
+        _publish(case.publish, directory)
     return [torch.log_softmax(each, dim=-1).numpy() for each in logits]
+
+
+def _publish(publish: Callable[[Config, Tensors], None], directory: Path) -> None:
+    path, file = directory / "config.json", directory / "model.safetensors"
+    config, tensors = json.loads(path.read_text()), load_file(file)
+    publish(config, tensors)
+    path.write_text(json.dumps(config))
+    save_file(tensors, file)
 
 
 def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
@@ -710,11 +932,13 @@ def _write_old_spelling(case: Case, path: Path, rope: dict[str, Any]) -> None:
     if "_sliding_window_pattern" in config:
         config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
     if "full_attention" in rope:
-        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        local = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
+        if local != rope["rope_theta"]:
+            config["rope_local_base_freq"] = local
     config["rope_theta"] = rope.pop("rope_theta")
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
-        if case.family == "phi3" and key in rope:
+        if key in rope and (case.family == "phi3" or key == "partial_rotary_factor"):
             config[key] = rope.pop(key)
     config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     if rope["rope_type"] == "linear":

@@ -4,14 +4,10 @@ Rotated pairs are adjacent rows in both published formats. Options and names are
 transformers and, for GGUF, of llama.cpp.
 """
 
-from dataclasses import replace
-
 from ..config import Multipliers
 from .config_reader import ConfigReader
 from .family import Family, Options
-from .rope_options import MAX_POSITION, read_rope
 
-_THETA = 500_000.0
 _LOGIT_SCALE = 0.0625
 _LAYERS_OF_PLUS = 64
 
@@ -25,14 +21,14 @@ def _options(logit_scale: float, *, qk_norm: bool) -> Options:
     )
 
 
-def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+def hf_options(config: ConfigReader, num_layers: int) -> Options:
+    """Read the options of config.json that both generations have in common."""
     if config.is_null("logit_scale"):
         raise config.error("logit_scale", "a number")
     scale = config.number("logit_scale", above=0.0, default=_LOGIT_SCALE)
     del num_layers
-    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     options = _options(scale, qk_norm=config.flag("use_qk_norm", default=False))
-    return replace(options.with_biases(config), rope=read_rope(config, max_position, _THETA))
+    return options.with_biases(config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
@@ -44,10 +40,11 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
 FAMILY = Family(
     "cohere",
     "CohereForCausalLM",
-    _hf_options,
+    hf_options,
     _gguf_options,
     {"tie_word_embeddings": True},
     hf_names={"is_interleaved": True},
+    hf_theta=500_000.0,
     gguf_architecture="command-r",
     gguf_interleaved=True,
 )

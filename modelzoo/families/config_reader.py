@@ -129,12 +129,26 @@ class ConfigReader:
             raise self.error(key, "a list of strings")
         return tuple(value)
 
-    def table(self, key: str, defaults: Mapping[str, object] = NO_DEFAULTS) -> "ConfigReader":
+    def table(self, key: str) -> "ConfigReader":
         """A table inside this one; an absent or null one is empty."""
         value = self._value(key, {})
         if not isinstance(value, Mapping):
             raise self.error(key, "a table")
-        table = ConfigReader(value, f"{self.name(key)}.", defaults)
+        table = ConfigReader(value, f"{self.name(key)}.")
+        table.ignored = self.ignored
+        return table
+
+    def without(self, keys: Collection[str], added: Mapping[str, object]) -> "ConfigReader":
+        """The same table without some keys, and with other ones; what is left counts as read."""
+        rest = {key: value for key, value in self._values.items() if key not in keys}
+        self._read.update(rest)
+        table = ConfigReader(rest | dict(added), self._prefix)
+        table.ignored = self.ignored
+        return table
+
+    def with_defaults(self, defaults: Mapping[str, object]) -> "ConfigReader":
+        """The same table with values of keys that are not in it."""
+        table = ConfigReader(self._values, self._prefix, defaults)
         table.ignored = self.ignored
         return table
 

@@ -16,7 +16,15 @@ from .config_reader import ConfigReader
 from .expert_options import read_gguf_experts, sparse_after_dense
 from .family import Family, Options
 from .gguf import EPSILONS, read_rope
-from .hugging_face import MAX_EMBED, MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_MLP
+from .hugging_face import (
+    MAX_EMBED,
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_MLP,
+    SHARED_EXPERTS,
+)
 from .latent_sources import LatentNames
 from .rope_options import MAX_POSITION, read_kind, rope_table, yarn_mscale
 
@@ -33,14 +41,9 @@ _HF_LATENT_NAMES = LatentNames(
     output=f"{_ATTENTION}.o_proj",
 )
 
-_HF_NAMES = {
-    "latent": _HF_LATENT_NAMES,
-    "shared_gate": "model.layers.{i}.mlp.shared_experts.gate_proj",
-    "shared_up": "model.layers.{i}.mlp.shared_experts.up_proj",
-    "shared_down": "model.layers.{i}.mlp.shared_experts.down_proj",
-}
+_HF_NAMES = {"latent": _HF_LATENT_NAMES, **SHARED_EXPERTS}
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
-_TRAINING_KEYS = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
+TRAINING_KEYS = ("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits")
 
 
 ReadRouting = Callable[[ConfigReader], Routing]
@@ -51,15 +54,21 @@ def _hf_options(config: ConfigReader, num_layers: int, read_routing: ReadRouting
     config.expect("num_key_value_heads", num_heads)
     config.expect("attention_bias", False)
     config.expect("moe_layer_freq", 1)
-    config.ignore(_TRAINING_KEYS)
-    latent, width = _read_latent(config), config.integer("moe_intermediate_size", maximum=MAX_MLP)
-    num_shared = config.integer("n_shared_experts", maximum=MAX_EXPERTS)
+    config.ignore(TRAINING_KEYS)
+    latent = _read_latent(config)
     return Options(
         latent=latent,
         scores=Scores(latent.head_dim**-0.5 * _sharpness(rope_table(config))),
-        moe=MoeConfig(read_routing(config), width, num_shared * width),
+        moe=read_mixture(config, read_routing(config)),
         sparse=sparse_after_dense(config, "first_k_dense_replace", num_layers),
     )
+
+
+def read_mixture(config: ConfigReader, routing: Routing) -> MoeConfig:
+    """Read the sizes of routed and shared experts."""
+    width = config.integer("moe_intermediate_size", maximum=MAX_MLP)
+    shared = config.integer("n_shared_experts", minimum=0, maximum=MAX_EXPERTS, default=0)
+    return MoeConfig(routing, width, shared * width)
 
 
 def _read_v2_routing(config: ConfigReader) -> Routing:
@@ -73,25 +82,26 @@ def _read_v2_routing(config: ConfigReader) -> Routing:
     if method == "greedy":
         config.ignore(("n_group", "topk_group"))
     groups = None if method == "greedy" else _read_groups(config, best=1)
-    return replace(_read_choices(config, groups), is_normalized=False)
+    return replace(read_choices(config, groups), is_normalized=False)
 
 
-def _read_v3_routing(config: ConfigReader) -> Routing:
+def read_v3_routing(config: ConfigReader, *, has_groups: bool = True) -> Routing:
     """Read the routing of V3: sigmoid scores and a choice bias.
 
     A group is ranked by the sum of its two best scores.
     """
+    groups = _read_groups(config, best=2) if has_groups else None
     config.expect("scoring_func", "sigmoid")
     config.expect("topk_method", "noaux_tc")
     return replace(
-        _read_choices(config, _read_groups(config, best=2)),
+        read_choices(config, groups),
         scoring="sigmoid",
         is_normalized=config.flag("norm_topk_prob"),
         has_choice_bias=True,
     )
 
 
-def _read_choices(config: ConfigReader, groups: ExpertGroups | None) -> Routing:
+def read_choices(config: ConfigReader, groups: ExpertGroups | None) -> Routing:
     num_experts = config.integer("n_routed_experts", maximum=MAX_EXPERTS)
     for second_name in ("num_experts", "num_local_experts"):
         config.expect_equal(second_name, "n_routed_experts")
@@ -113,7 +123,7 @@ def _read_groups(config: ConfigReader, best: int) -> ExpertGroups | None:
     return ExpertGroups(count, chosen, best) if count > 1 else None
 
 
-def _unused_tensors(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
+def unused_tensors(config: ConfigReader, num_layers: int) -> tuple[str, ...]:
     """Prefixes of the layers for multi-token prediction, after the last one (DeepSeek-V3, 2.2)."""
     key = "num_nextn_predict_layers"
     count = config.integer(key, minimum=0, maximum=MAX_LAYERS, default=0)
@@ -241,12 +251,16 @@ V2 = Family(
     gguf_architecture="deepseek2",
     gguf_interleaved=True,
 )
+"""DeepSeek V2: latent attention, routed and shared experts, long contexts by YaRN."""
 V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
-    partial(_hf_options, read_routing=_read_v3_routing),
+    partial(_hf_options, read_routing=read_v3_routing),
     gguf_architecture="deepseek2",
     hf_names=_HF_NAMES,
     hf_interleaved_key="rope_interleave",
-    hf_unused_tensors=_unused_tensors,
+    hf_unused_tensors=unused_tensors,
 )
+"""DeepSeek V3 and R1: V2 with experts chosen by a sigmoid and a bias."""
+KIMI_K2 = replace(V3, name="kimi_k2", gguf_architecture=None)
+"""Kimi K2: DeepSeek V3 under another name."""

@@ -28,6 +28,7 @@ class ExpertNames:
     down_axes: str = "e d f"
     router_bias: str = ""
     choice_bias: str = ""
+    choice_bias_axes: str = "e -> e"
     gate_bias: str = ""
     up_bias: str = ""
     down_bias: str = ""
@@ -72,7 +73,8 @@ def sparse_sources(moe: MoeConfig, names: ExpertNames) -> list[ParameterSource]:
     if routing.has_bias:
         sources.append(_source("router_bias", names.router_bias, "e -> e"))
     if routing.has_choice_bias:
-        sources.append(_source("choice_bias", names.choice_bias, "e -> e"))
+        part = TensorPart(names.choice_bias, names.choice_bias_axes, (("s", 1),))
+        sources.append(ParameterSource("mlp.choice_bias", (part,)))
     E = routing.num_experts
     fused = f"{names.gate_up_axes} -> e p d f"
     sources += [

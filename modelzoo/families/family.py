@@ -23,6 +23,7 @@ from .classifiers import LAST_STATE, Classifier
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames
 from .mapping import ParameterSource, TensorPrefix
+from .rope_options import DEFAULT_THETA
 from .sources import TensorNames, parameter_sources
 
 
@@ -67,23 +68,6 @@ def fixed_options(options: Options) -> ReadOptions:
 
 
 @dataclass(frozen=True)
-class WholeModel:
-    """A multimodal model with a family as its text part."""
-
-    name: str
-    """`model_type` of config.json; its `text_config` has the `model_type` of the family."""
-    architecture: str
-    prefixes: tuple[TensorPrefix, ...]
-    """The prefixes of the family's tensor names in the whole model, the usual form first."""
-    other_prefixes: tuple[str, ...]
-    """The prefixes of tensor names of the other parts."""
-    other_keys: tuple[str, ...]
-    """Keys of config.json for the other parts."""
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    """Default values of keys of config.json outside of its `text_config`."""
-
-
-@dataclass(frozen=True)
 class Family:
     """The names of a family, and its options as functions of a configuration and a layer count."""
 
@@ -99,6 +83,8 @@ class Family:
     """Default values of keys of config.json; all other sizes must be given."""
     hf_names: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TensorNames` that differ from those of most families."""
+    hf_theta: float = DEFAULT_THETA
+    """The default base of the rotation."""
     hf_experts: tuple[ExpertNames, ...] = ()
     """The published forms of experts, the usual one first; empty for the forms of most families."""
     hf_unused_tensors: Callable[[ConfigReader, int], tuple[str, ...]] | None = None
@@ -114,7 +100,6 @@ class Family:
     """Classes with a head that is not read, such as that of masked tokens."""
     hf_classifier: Classifier = LAST_STATE
     """The head of the family's models for sequence classification."""
-    part_of: WholeModel | None = None
     gguf_architecture: str | None = None
     gguf_names: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TensorNames` that differ from those of most families."""
@@ -124,6 +109,29 @@ class Family:
     @property
     def gguf_name(self) -> str:
         return self.gguf_architecture or self.name
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model of more than text, with a family as its text part."""
+
+    name: str
+    """`model_type` of config.json."""
+    architecture: str
+    texts: Mapping[str, Family]
+    """The families of the text part, by `model_type` of `text_config`."""
+    prefixes: tuple[TensorPrefix, ...]
+    """The prefixes of the family's tensor names in the whole model, the usual form first."""
+    other_prefixes: tuple[str, ...]
+    """The prefixes of tensor names of the other parts."""
+    other_keys: tuple[str, ...]
+    """Keys of config.json for the other parts."""
+    other_tokens: tuple[str, ...] = ()
+    """Keys of config.json with ids that stand for images, videos or sounds."""
+    is_flat: bool = False
+    """Whether files without `text_config` have its keys beside those of the other parts."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """Default values of keys of config.json outside of its `text_config`."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,8 @@ class ModelSpec:
     arrangement: Arrangement = AS_PUBLISHED
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of tensors that are not read: those of other parts of a multimodal model."""
+    other_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Ids that stand for images, videos or sounds, by their keys in config.json."""
     ignored_keys: tuple[str, ...] = ()
     """Keys of the published configuration that neither noria nor the reference reads, as
     `key = value`."""

@@ -12,8 +12,9 @@ from ..config import Multipliers
 from ..layer_config import Scores
 from .config_reader import ConfigReader
 from .family import Family, Options
-from .hugging_face import MAX_EMBED, MAX_HEADS, windows_except_every
+from .hugging_face import MAX_EMBED, MAX_HEADS
 from .rope_options import MAX_POSITION
+from .windows import windows_except_every
 
 HF_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
 HF_NAMES = {"mlp_norm": "model.layers.{i}.pre_feedforward_layernorm"}
@@ -22,22 +23,25 @@ _LAYERS_OF_27B = 46
 
 
 def shared_hf_options(config: ConfigReader, windows: tuple[int | None, ...]) -> Options:
-    """Read the options of config.json that Gemma 2 and 3 have in common."""
+    """Read the options of config.json that all Gemma models have in common."""
     if not config.has("num_key_value_heads"):
-        # the reference would assume 4
+        # the reference would assume one of its own
         raise config.error("num_key_value_heads", "a number of heads")
     if config.has("use_bidirectional_attention"):
         config.expect("use_bidirectional_attention", False)
     embed = config.integer("hidden_size", maximum=MAX_EMBED)
-    scale = config.number("query_pre_attn_scalar", above=0.0, default=256) ** -0.5
     return Options(
         windows=windows,
         norm_placement="both",
         norm_offset=1.0,
         activation="gelu_tanh",
-        scores=Scores(scale),
         multipliers=Multipliers(embedding=math.sqrt(embed)),
     ).with_biases(config)
+
+
+def read_scale(config: ConfigReader) -> Scores:
+    """The factor on scores of Gemma 2 and later."""
+    return Scores(config.number("query_pre_attn_scalar", above=0.0, default=256) ** -0.5)
 
 
 def shared_gguf_options(
@@ -73,9 +77,11 @@ def _with_caps(options: Options, config: ConfigReader) -> Options:
     )
 
 
-def _hf_options(config: ConfigReader, num_layers: int) -> Options:
+def hf_options(config: ConfigReader, num_layers: int) -> Options:
+    """Read the options of config.json."""
     windows = windows_except_every(2, config, num_layers, DEFAULT_WINDOW)
-    return _with_caps(shared_hf_options(config, windows), config)
+    options = replace(shared_hf_options(config, windows), scores=read_scale(config))
+    return _with_caps(options, config)
 
 
 def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
@@ -86,4 +92,4 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     return _with_caps(shared_gguf_options(config, windows, _LAYERS_OF_27B), config)
 
 
-FAMILY = Family("gemma2", "Gemma2ForCausalLM", _hf_options, _gguf_options, HF_DEFAULTS, HF_NAMES)
+FAMILY = Family("gemma2", "Gemma2ForCausalLM", hf_options, _gguf_options, HF_DEFAULTS, HF_NAMES)

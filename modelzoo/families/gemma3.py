@@ -1,7 +1,7 @@
 """Gemma 3, text: Gemma 2 without caps on scores, with normed queries and keys.
 
 Five of six layers have a sliding window and another rotary base. Source: "Gemma 3" (2503.19786),
-section 2. Models from 4B on are published with a vision tower, which is not read, and their files
+section 2. Models from 4B on are published with a vision tower, and their files
 leave out the defaults of `gemma3_text` in transformers. GGUF files have the pattern of layers and
 the second rotary base only if they differ from the usual values.
 """
@@ -10,18 +10,19 @@ from dataclasses import replace
 
 from ..rope_config import RopeConfig
 from .config_reader import ConfigReader
-from .family import Family, Options, WholeModel
+from .family import Family, Options
 from .gemma2 import (
     DEFAULT_WINDOW,
     HF_DEFAULTS,
     HF_NAMES,
     read_cap,
+    read_scale,
     shared_gguf_options,
     shared_hf_options,
 )
-from .hugging_face import MAX_LAYERS, windows_except_every
-from .mapping import TensorPrefix
+from .hugging_face import MAX_LAYERS
 from .rope_options import MAX_POSITION, read_ropes_by_kind
+from .windows import windows_by_pattern
 
 _PERIOD = 6
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -39,18 +40,13 @@ _HF_DEFAULTS = HF_DEFAULTS | {
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    period = config.integer("sliding_window_pattern", maximum=MAX_LAYERS, default=_PERIOD)
-    if config.has("layer_types"):
-        # the pattern from which `layer_types` were derived
-        config.ignore(("_sliding_window_pattern",))
-    config.expect_if_unread({"_sliding_window_pattern": period})
-    windows = windows_except_every(period, config, num_layers, DEFAULT_WINDOW)
+    windows = windows_by_pattern(config, num_layers, period=_PERIOD, default=DEFAULT_WINDOW)
     # the reference ignores it
     config.expect("attn_logit_softcapping", None)
-    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
-    rope, local_rope = read_ropes_by_kind(config, max_position, _THETA, _LOCAL_THETA)
+    rope, local_rope = read_ropes_by_kind(config, _THETA, _LOCAL_THETA)
     return replace(
         shared_hf_options(config, windows),
+        scores=read_scale(config),
         qk_norm="head",
         rope=rope,
         local_rope=local_rope,
@@ -72,23 +68,6 @@ def _gguf_options(config: ConfigReader, num_layers: int) -> Options:
     )
 
 
-_WHOLE = WholeModel(
-    "gemma3",
-    "Gemma3ForConditionalGeneration",
-    prefixes=(TensorPrefix("", "language_model."), TensorPrefix("model.", "model.language_model.")),
-    other_prefixes=(
-        "vision_tower.",
-        "multi_modal_projector.",
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-    ),
-    other_keys=(
-        "vision_config",
-        "mm_tokens_per_image",
-        *(f"{name}_token_{kind}" for name in ("boi", "eoi", "image") for kind in ("index", "id")),
-    ),
-    defaults={"tie_word_embeddings": True},
-)
 FAMILY = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
@@ -96,6 +75,5 @@ FAMILY = Family(
     _gguf_options,
     _HF_DEFAULTS,
     HF_NAMES,
-    part_of=_WHOLE,
     gguf_architecture="gemma3",
 )

@@ -16,8 +16,8 @@ from .config_reader import ConfigReader
 from .expert_options import read_experts, read_gguf_experts
 from .expert_sources import fused_experts
 from .family import Family, Options
-from .hugging_face import windows_except_every
-from .rope_options import MAX_POSITION, read_rope
+from .rope_options import MAX_POSITION, read_rope, require_rope_table
+from .windows import windows_except_every
 
 _THETA = 150_000.0
 _WINDOW = 128
@@ -51,16 +51,13 @@ def _options(
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    if not (config.has("rope_scaling") or config.has("rope_parameters")):
-        # the reference would use the values of the published models
-        raise config.error("rope_scaling", "a table of rotary options")
+    require_rope_table(config)
     # second names of options; the reference does not read them
     config.ignore(("experts_per_token", "initial_context_length"))
     moe = read_experts(config, num_experts=128, num_chosen=4, scoring=_SCORING)
-    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     return _options(
         windows_except_every(2, config, num_layers, _WINDOW),
-        read_rope(config, max_position, _THETA),
+        read_rope(config, _THETA),
         moe,
         unit=ClampedUnit(
             config.number("swiglu_alpha", above=0.0, default=_UNIT.alpha),

@@ -5,14 +5,14 @@ alone selects the model. Guarantees: each key is either read, or known not to ch
 noted because the reference does not read it either, or refused by name.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
 from ..config import DecoderConfig
 from .config_reader import ConfigReader
 from .expert_sources import ExpertNames, find_expert_names
-from .family import Family, ModelSpec
+from .family import Family, ModelSpec, WholeModel
 from .mapping import TensorPrefix
 from .quantisation import read_quantisation
 from .rope_options import MAX_POSITION, read_rope
@@ -34,6 +34,11 @@ FUSED_EXPERTS = replace(
     down=f"{_MLP}.experts.down_proj",
 )
 """The names of experts in the memory of transformers, which can also write them to files."""
+
+SHARED_EXPERTS = {
+    f"shared_{part}": f"{_MLP}.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
+"""The names of shared experts in most families that have several."""
 
 NAMES = TensorNames(
     embedding="model.embed_tokens",
@@ -61,6 +66,8 @@ NAMES = TensorNames(
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 """Activations, and their names in config.json."""
+
+_TIED = "tie_word_embeddings"
 
 EPSILONS = {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}
 
@@ -193,34 +200,33 @@ def names_of(
 
 
 def text_part_spec(
-    family: Family, config: ConfigReader, tensor_names: Collection[str] = ()
+    whole: WholeModel, config: ConfigReader, tensor_names: Collection[str] = ()
 ) -> ModelSpec:
-    """Read the `text_config` of a multimodal model with `family` as its text part.
+    """Read the text part of a model of more than text.
 
     The other parts are not needed for text. Their tables and tensors are not read; the tensors are
     recognised by the prefixes of their names.
 
     Args:
-      family: The family of the text part.
+      whole: The whole model.
       config: The table of config.json of the whole model.
       tensor_names: The tensors of the whole model.
 
     Raises:
       UnsupportedModel: The model or an option is not supported, or a value is malformed.
     """
-    whole = family.part_of
-    assert whole is not None, family.name
     check_architecture(config, whole.architecture)
     read_quantisation(config)
-    text = config.table("text_config", family.hf_defaults)
-    text.expect("model_type", family.name)
+    tokens = {
+        key: config.integer(key, minimum=0, maximum=MAX_VOCAB)
+        for key in whole.other_tokens
+        if config.has(key)
+    }
+    family, text = _text_part(whole, config)
     usual, *others = whole.prefixes
     found = (p for p in others if any(name.startswith(p.whole) for name in tensor_names))
     prefix = next(found, usual)
     spec = model_spec(family, text, [prefix.to_standalone(name) for name in tensor_names])
-    # the reference ties embeddings by the outer key
-    if config.flag("tie_word_embeddings", default=False) != spec.config.tie_embeddings:
-        raise config.error("tie_word_embeddings", f"{spec.config.tie_embeddings}, as in the text")
     config.ignore(("model_type", *whole.other_keys, *IGNORED_KEYS))
     config.expect_if_unread(NEUTRAL_VALUES)
     config.ignore_rest()
@@ -232,8 +238,28 @@ def text_part_spec(
         sources=parameter_sources(spec.config, names),
         ignored_tensors=tuple(prefix.to_whole(name) for name in spec.ignored_tensors),
         ignored_prefixes=whole.other_prefixes,
+        other_tokens=tokens,
         ignored_keys=tuple(config.ignored),
     )
+
+
+def _text_part(whole: WholeModel, config: ConfigReader) -> tuple[Family, ConfigReader]:
+    """The family of the text part, and its table."""
+    is_flat = whole.is_flat and not config.has("text_config")
+    text = config.table("text_config")
+    if is_flat:
+        own = ("architectures", "model_type", *whole.other_keys, *whole.other_tokens)
+        text = config.without(own, {"model_type": next(iter(whole.texts))})
+    name = text.text(
+        "model_type", default=None if len(whole.texts) > 1 else next(iter(whole.texts))
+    )
+    if name not in whole.texts:
+        raise text.error("model_type", " or ".join(map(repr, whole.texts)))
+    family = whole.texts[name]
+    if config.flag(_TIED, default=False):
+        # if only one of the two keys ties embeddings, a head of its own is used where there is one
+        text = text.without((_TIED,), {_TIED: True})
+    return family, text.with_defaults(family.hf_defaults)
 
 
 def _account_for_rest(config: ConfigReader, decoder: DecoderConfig) -> None:
@@ -267,66 +293,20 @@ def _published_class(config: ConfigReader, family: Family) -> Literal["head", "b
 
 
 def check_architecture(config: ConfigReader, *architectures: str) -> int:
-    """Refuse a file with the class of another model. Case is ignored: old files write LLaMA.
+    """Refuse a file with the class of another model.
+
+    Case and underscores are ignored: old files write LLaMA, or Ernie4_5_ForCausalLM.
 
     Returns:
       The index of the class among `architectures`; 0 for a file that names none.
     """
     if not config.has("architectures"):
         return 0
-    known = [name.lower() for name in architectures]
-    named = [name.lower() for name in config.texts("architectures")]
+    known = [name.lower().replace("_", "") for name in architectures]
+    named = [name.lower().replace("_", "") for name in config.texts("architectures")]
     if len(named) != 1 or named[0] not in known:
         raise config.error("architectures", " or ".join(f"[{name!r}]" for name in architectures))
     return known.index(named[0])
-
-
-def windows_if_used(
-    config: ConfigReader,
-    num_layers: int,
-    slides: Callable[[int, int], bool] = lambda i, first: i >= first,
-) -> tuple[int | None, ...]:
-    """Windows of layers, if `use_sliding_window` is set.
-
-    Args:
-      config: The table of config.json.
-      num_layers: The number of layers.
-      slides: Tells from a layer and `max_window_layers` whether the layer has a window; by default
-        all layers from there on have one. It is used only without `layer_types`.
-    """
-    is_used = config.flag("use_sliding_window", default=False)
-    window = None
-    if config.has("sliding_window"):
-        # a window that is not used is published as 0 or as any size
-        window = config.integer("sliding_window", minimum=int(is_used), maximum=MAX_POSITION)
-    border = config.integer("max_window_layers", minimum=0, maximum=MAX_LAYERS, default=28)
-    if not is_used:
-        window = None
-    if not config.has("layer_types"):
-        return tuple(window if slides(i, border) else None for i in range(num_layers))
-    return _windows_by_kind(config, num_layers, window)
-
-
-def windows_except_every(
-    period: int, config: ConfigReader, num_layers: int, default: int
-) -> tuple[int | None, ...]:
-    """Windows by `layer_types`, or in all layers except every `period`-th one."""
-    if config.is_null("sliding_window"):
-        raise config.error("sliding_window", "a size, as some layers slide a window")
-    window = config.integer("sliding_window", maximum=MAX_POSITION, default=default)
-    if config.has("layer_types"):
-        return _windows_by_kind(config, num_layers, window)
-    return tuple(window if (i + 1) % period else None for i in range(num_layers))
-
-
-def _windows_by_kind(
-    config: ConfigReader, num_layers: int, window: int | None
-) -> tuple[int | None, ...]:
-    kinds = config.texts("layer_types")
-    allowed = {"full_attention", "sliding_attention"} if window else {"full_attention"}
-    if len(kinds) != num_layers or not set(kinds) <= allowed:
-        raise config.error("layer_types", f"{num_layers} entries of {sorted(allowed)}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
@@ -338,13 +318,13 @@ def _decoder_config(config: ConfigReader, family: Family) -> DecoderConfig:
     options = replace(
         options,
         windows=options.windows or (None,) * num_layers,
-        rope=options.rope or read_rope(config, max_position),
+        rope=options.rope or read_rope(config, family.hf_theta),
         max_position=options.max_position or max_position,
         norm_epsilon=options.norm_epsilon or read_epsilon(config, EPSILONS[options.norm]),
         mlp=options.mlp or config.integer("intermediate_size", maximum=MAX_MLP),
     )
-    for key in ("hidden_act", "hidden_activation"):
-        config.expect(key, ACTIVATIONS[options.activation])
+    published = ACTIVATIONS[options.activation]
+    config.expect_if_unread({"hidden_act": published, "hidden_activation": published})
     if options.latent is not None:
         head_dim = options.latent.head_dim
     else:

@@ -4,7 +4,7 @@ In the other layers, queries are scaled by a factor that grows with the position
 after the rotation, so only in layers with rotation. A token takes the experts with the best scores;
 the sigmoid of a score multiplies the input of its expert. A shared expert takes all tokens. Rotated
 pairs are adjacent rows of published tensors. Options, defaults and names are those of `llama4_text`
-in transformers. Published models also have a vision tower, which is not read.
+in transformers. Published models also have a vision tower.
 """
 
 from dataclasses import replace
@@ -15,9 +15,8 @@ from ..rope_config import NoRope, RopeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_experts
 from .expert_sources import fused_experts
-from .family import Family, Options, WholeModel
+from .family import Family, Options
 from .hugging_face import MAX_LAYERS, MAX_MLP
-from .mapping import TensorPrefix
 from .rope_options import MAX_POSITION, read_rope
 
 _THETA = 500_000.0
@@ -70,8 +69,7 @@ def _windows(config: ConfigReader, num_layers: int) -> tuple[Chunk | None, ...]:
 
 
 def _rope(config: ConfigReader) -> RopeConfig:
-    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
-    rope = read_rope(config, max_position, _THETA)
+    rope = read_rope(config, _THETA)
     if not config.flag("use_qk_norm", default=True):
         return rope
     return replace(rope, norm_epsilon=config.number("rms_norm_eps", above=0.0, maximum=1.0))
@@ -95,13 +93,6 @@ def _experts(config: ConfigReader, num_layers: int) -> dict[str, Any]:
     return {"moe": moe, "sparse": tuple(i in sparse for i in range(num_layers))}
 
 
-_WHOLE = WholeModel(
-    "llama4",
-    "Llama4ForConditionalGeneration",
-    prefixes=(TensorPrefix("", "language_model."),),
-    other_prefixes=("vision_model.", "multi_modal_projector."),
-    other_keys=("vision_config", "boi_token_index", "eoi_token_index", "image_token_index"),
-)
 FAMILY = Family(
     "llama4_text",
     "Llama4ForCausalLM",
@@ -109,5 +100,4 @@ FAMILY = Family(
     hf_defaults={"head_dim": 128},
     hf_names=_HF_NAMES,
     hf_experts=(_EXPERTS,),
-    part_of=_WHOLE,
 )

@@ -10,9 +10,8 @@ from .config_reader import ConfigReader
 from .expert_options import read_experts
 from .family import Family, Options
 from .hugging_face import FUSED_EXPERTS, SPLIT_EXPERTS
-from .rope_options import MAX_POSITION, read_rope
+from .windows import read_window
 
-_THETA = 1e6
 _BLOCK = "model.layers.{i}.block_sparse_moe"
 PUBLISHED = replace(
     SPLIT_EXPERTS,
@@ -24,23 +23,16 @@ PUBLISHED = replace(
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    window = None
-    if config.has("sliding_window"):
-        window = config.integer("sliding_window", maximum=MAX_POSITION)
     config.ignore(("router_jitter_noise",))  # about training
     moe = read_experts(config, num_experts=8, num_chosen=2)
-    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
-    return Options(
-        windows=(window,) * num_layers,
-        rope=read_rope(config, max_position, _THETA),
-        moe=moe,
-    )
+    return Options(windows=(read_window(config),) * num_layers, moe=moe)
 
 
 FAMILY = Family(
     "mixtral",
     "MixtralForCausalLM",
     _hf_options,
+    hf_theta=1e6,
     hf_experts=(PUBLISHED, FUSED_EXPERTS),
     gguf_architecture="llama",
 )

@@ -6,12 +6,12 @@ Source: "2 OLMo 2 Furious" (2501.00656), section 3.2.
 from .config_reader import ConfigReader
 from .family import Family, Options, fixed_options
 
-_OPTIONS = Options(qk_norm="projection", norm_placement="after")
+OPTIONS = Options(qk_norm="projection", norm_placement="after")
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
     del num_layers
-    return _OPTIONS.with_biases(config)
+    return OPTIONS.with_biases(config)
 
 
-FAMILY = Family("olmo2", "Olmo2ForCausalLM", _hf_options, fixed_options(_OPTIONS))
+FAMILY = Family("olmo2", "Olmo2ForCausalLM", _hf_options, fixed_options(OPTIONS))

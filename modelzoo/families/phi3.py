@@ -15,8 +15,9 @@ import math
 from ..rope_config import FactorScaling, RopeConfig
 from .config_reader import ConfigReader, UnsupportedModel
 from .family import Family, Options
-from .hugging_face import MAX_EMBED, MAX_HEAD_DIM, MAX_HEADS
+from .partial_rope import read_rotated
 from .rope_options import DEFAULT_THETA, MAX_POSITION, ROPE_KEYS, read_kind, read_theta, rope_table
+from .windows import read_window
 
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULT_ORIGINAL = 4096
@@ -26,14 +27,12 @@ HF_NAMES = {"query": _QKV, "key": _QKV, "value": _QKV, "gate": _GATE_UP, "up": _
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:
-    window = None
-    if config.has("sliding_window"):
-        window = config.integer("sliding_window", maximum=MAX_POSITION)
+    windows = (read_window(config),) * num_layers
     for key, value in {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}.items():
         config.expect(key, value)
     config.ignore(("resid_pdrop", "embd_pdrop"))  # about training
     rope, max_length = _read_rope(config)
-    return Options(windows=(window,) * num_layers, rope=rope, max_position=max_length)
+    return Options(windows=windows, rope=rope, max_position=max_length)
 
 
 def _read_rope(config: ConfigReader) -> tuple[RopeConfig, int]:
@@ -41,7 +40,7 @@ def _read_rope(config: ConfigReader) -> tuple[RopeConfig, int]:
     max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     table = rope_table(config)
     theta = read_theta(config, table, "rope_theta", DEFAULT_THETA)
-    rotated = _read_rotated(config, table)
+    rotated = read_rotated(config, table)
     kind, original = read_kind(table), _read_original(config, table)
     if kind == "default":
         table.ignore_rest(refused=ROPE_KEYS)
@@ -61,26 +60,6 @@ def _read_rope(config: ConfigReader) -> tuple[RopeConfig, int]:
     table.ignore_rest(refused=ROPE_KEYS)
     max_length = max_position if short == long else min(max_position, original)
     return RopeConfig(theta, FactorScaling(short, attention_factor), rotated), max_length
-
-
-def _read_rotated(config: ConfigReader, table: ConfigReader) -> int:
-    """Read the number of rotated features of a head."""
-    num_heads = config.integer("num_attention_heads", maximum=MAX_HEADS)
-    default = config.integer("hidden_size", maximum=MAX_EMBED) // num_heads or None
-    head_dim = config.integer("head_dim", maximum=MAX_HEAD_DIM, default=default)
-    key = "partial_rotary_factor"
-    share = config.number(key, above=0.0, maximum=1.0, default=1.0)
-    if table.has(key):
-        inner = table.number(key, above=0.0, maximum=1.0)
-        if config.has(key) and inner != share:
-            raise table.error(key, f"the same value as the outer {key} ({share})")
-        share = inner
-    rotated = int(head_dim * share)
-    if rotated < 2 or rotated % 2:
-        raise UnsupportedModel(
-            f"{key}: expected an even number of rotated entries, got {rotated} of {head_dim}."
-        )
-    return rotated
 
 
 def _read_original(config: ConfigReader, table: ConfigReader) -> int:

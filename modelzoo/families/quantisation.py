@@ -124,7 +124,9 @@ def read_quantisation(config: ConfigReader) -> Quantisation | None:
 
 
 def _block_float8(table: ConfigReader) -> BlockFloat8:
-    table.expect("fmt", "e4m3", REMEDY)
+    # two names of the same format
+    if table.has("fmt") and table.text("fmt") not in ("e4m3", "float8_e4m3fn"):
+        raise table.error("fmt", f"'e4m3', the only one implemented{REMEDY}")
     # only weights are quantised here; a static scheme has scales of activations, too
     table.expect("activation_scheme", "dynamic", REMEDY)
     table.expect("expert_dtype", "fp8", REMEDY)

@@ -2,7 +2,7 @@
 
 from .config_reader import ConfigReader
 from .family import Family, Options, fixed_options
-from .hugging_face import windows_if_used
+from .windows import windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:

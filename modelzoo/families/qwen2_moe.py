@@ -11,7 +11,8 @@ from ..moe_config import MoeConfig
 from .config_reader import ConfigReader
 from .expert_options import read_experts, read_gguf_experts, sparse_layers
 from .family import Family, Options
-from .hugging_face import MAX_MLP, windows_if_used
+from .hugging_face import MAX_MLP
+from .windows import windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:

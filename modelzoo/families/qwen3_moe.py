@@ -7,7 +7,7 @@ Source: "Qwen3 Technical Report" (2505.09388), section 2. Options and defaults a
 from .config_reader import ConfigReader
 from .expert_options import read_experts, read_gguf_experts, sparse_layers
 from .family import Family, Options
-from .hugging_face import windows_if_used
+from .windows import windows_if_used
 
 
 def _hf_options(config: ConfigReader, num_layers: int) -> Options:

@@ -7,7 +7,7 @@ imports no jax. Guarantees: every option of a returned model is supported; other
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import DecoderConfig
 from ..layer_config import Mlp
@@ -16,7 +16,12 @@ from ..rope_config import RopeConfig
 from . import (
     bert,
     cohere,
+    cohere2,
     deepseek,
+    dots1,
+    ernie4_5,
+    exaone4,
+    gemma,
     gemma2,
     gemma3,
     gguf,
@@ -26,10 +31,13 @@ from . import (
     hugging_face,
     llama,
     llama4,
+    llama_like,
+    minimax_m2,
     mistral,
     mixtral,
     modernbert,
     olmo2,
+    olmo3,
     olmoe,
     phi3,
     qwen2,
@@ -37,11 +45,15 @@ from . import (
     qwen3,
     qwen3_moe,
     roberta,
+    starcoder2,
 )
 from .config_reader import ConfigReader, UnsupportedModel
-from .family import Family, ModelSpec
+from .family import Family, ModelSpec, WholeModel
 from .hugging_face import ACTIVATIONS, EPSILONS
 from .sources import parameter_sources
+from .wholes import WHOLES
+
+Found = TypeVar("Found")
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -63,6 +75,33 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.V2,
     deepseek.V3,
     gpt_oss.FAMILY,
+    gemma.GEMMA,
+    gemma.VAULT_GEMMA,
+    cohere2.FAMILY,
+    olmo3.OLMO_3,
+    olmo3.FLEX_OLMO,
+    mistral.MINISTRAL,
+    mistral.MINISTRAL_3,
+    ernie4_5.DENSE,
+    ernie4_5.SPARSE,
+    exaone4.FAMILY,
+    starcoder2.FAMILY,
+    minimax_m2.FAMILY,
+    deepseek.KIMI_K2,
+    dots1.DOTS_1,
+    dots1.GLM_4_MOE,
+    dots1.SOLAR_OPEN,
+    dots1.DEEPSEEK_MOE,
+    granite_moe.SHARED,
+    granite_moe.HYBRID,
+    llama_like.SEED_OSS,
+    llama_like.HELIUM,
+    llama_like.CWM,
+    llama_like.STABLE_LM,
+    llama_like.ORION,
+    llama_like.INTERNLM_2,
+    llama_like.MIMO,
+    llama_like.MINI_CPM,
 )
 """The families of decoders."""
 ENCODERS: tuple[Family, ...] = (
@@ -97,14 +136,13 @@ def from_hf_config(config: Mapping[str, object], tensor_names: Collection[str] =
             f"noria does not have. Take a decoder for text, or an encoder for vectors."
         )
     names = {family.name: family for family in (*FAMILIES, *ENCODERS)}
-    wholes = {family.part_of.name: family for family in FAMILIES if family.part_of is not None}
-    family = _find("model_type", config, names | wholes)
-    if config["model_type"] not in wholes:
-        reader = ConfigReader(config, defaults=family.hf_defaults)
-        return hugging_face.model_spec(family, reader, tensor_names)
-    assert family.part_of is not None, family.name
-    reader = ConfigReader(config, defaults=family.part_of.defaults)
-    return hugging_face.text_part_spec(family, reader, tensor_names)
+    wholes = {whole.name: whole for whole in WHOLES}
+    found = _find("model_type", config, names | wholes)
+    if isinstance(found, WholeModel):
+        reader = ConfigReader(config, defaults=found.defaults)
+        return hugging_face.text_part_spec(found, reader, tensor_names)
+    reader = ConfigReader(config, defaults=found.hf_defaults)
+    return hugging_face.model_spec(found, reader, tensor_names)
 
 
 def from_gguf_metadata(
@@ -158,7 +196,7 @@ def family_of(spec: ModelSpec) -> Family:
     return next(family for family in (*FAMILIES, *ENCODERS) if family.name == spec.family)
 
 
-def _find(key: str, values: Mapping[str, object], families: Mapping[str, Family]) -> Family:
+def _find(key: str, values: Mapping[str, object], families: Mapping[str, Found]) -> Found:
     name = values.get(key)
     if isinstance(name, str) and name in families:
         return families[name]

@@ -7,6 +7,7 @@ scaling that is not implemented is refused by name. Knows nothing of families.
 """
 
 import math
+from dataclasses import replace
 
 from ..rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from .config_reader import ConfigReader, UnsupportedModel
@@ -16,6 +17,7 @@ MAX_POSITION = 2**30
 overflow."""
 
 DEFAULT_THETA = 10_000.0
+PARTIAL = "partial_rotary_factor"
 
 ROPE_KEYS = frozenset({
     "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
@@ -36,26 +38,55 @@ def yarn_mscale(factor: float, weight: float) -> float:
 
 
 def read_rope(
-    config: ConfigReader, max_position: int, default_theta: float = DEFAULT_THETA
+    config: ConfigReader, default_theta: float = DEFAULT_THETA, *, is_partial: bool = False
 ) -> RopeConfig:
-    """Read the rotation in either spelling; values that are given twice must be equal."""
-    return _read_table(config, rope_table(config), max_position, "rope_theta", default_theta)
+    """Read the rotation in either spelling; values that are given twice must be equal.
+
+    Args:
+      config: The table of config.json.
+      default_theta: The base of a file that gives none.
+      is_partial: Whether the family may rotate a part of each head; `partial_rope` reads the part.
+    """
+    table = rope_table(config)
+    return _read_table(config, table, "rope_theta", default_theta, is_partial=is_partial)
+
+
+def read_growing_rope(config: ConfigReader) -> RopeConfig:
+    """Read the rotation of a family whose queries may grow with the position."""
+    require_rope_table(config)
+    table, growth, interval = rope_table(config), 0.0, 1
+    if table.has("llama_4_scaling_beta"):
+        growth = table.number("llama_4_scaling_beta", above=0.0)
+        interval = table.integer("original_max_position_embeddings", maximum=MAX_POSITION)
+    table.ignore(("max_position_embeddings",))
+    rope = _read_table(config, table, "rope_theta", DEFAULT_THETA)
+    return replace(rope, growth=growth, growth_interval=interval)
+
+
+def require_rope_table(config: ConfigReader) -> None:
+    """Refuse a file without rotary options, if the reference then uses those of its own model."""
+    if not (config.has("rope_scaling") or config.has("rope_parameters")):
+        raise config.error("rope_scaling", "a table of rotary options")
 
 
 def read_ropes_by_kind(
-    config: ConfigReader, max_position: int, default_theta: float, default_local_theta: float
+    config: ConfigReader, default_theta: float, default_local_theta: float | None = None
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The rotations of layers without a window and of layers with a window."""
-    local_key = "rope_local_base_freq"
+    """The rotations of layers without a window and of layers with a window.
+
+    Without a default for the base of layers with a window, the old spelling has one base for all.
+    """
+    local_key = "rope_theta" if default_local_theta is None else "rope_local_base_freq"
+    default_local_theta = default_local_theta or default_theta
     if not _is_new(config):
-        local = config.number(local_key, above=1.0, default=default_local_theta)
-        return read_rope(config, max_position, default_theta), RopeConfig(local)
+        full = read_rope(config, default_theta)
+        return full, RopeConfig(config.number(local_key, above=1.0, default=default_local_theta))
     by_kind = config.table("rope_parameters")
     full, sliding = by_kind.table("full_attention"), by_kind.table("sliding_attention")
     by_kind.refuse_rest()
     return (
-        _read_table(config, full, max_position, "rope_theta", default_theta),
-        _read_table(config, sliding, max_position, local_key, default_local_theta),
+        _read_table(config, full, "rope_theta", default_theta),
+        _read_table(config, sliding, local_key, default_local_theta),
     )
 
 
@@ -92,33 +123,44 @@ def _is_new(config: ConfigReader) -> bool:
 
 
 def _read_table(
-    config: ConfigReader, table: ConfigReader, max_position: int, outer_key: str, default: float
+    config: ConfigReader,
+    table: ConfigReader,
+    outer_key: str,
+    default: float,
+    *,
+    is_partial: bool = False,
 ) -> RopeConfig:
     theta = read_theta(config, table, outer_key, default)
     for reader in (config, table):
-        if reader.has("partial_rotary_factor"):
-            reader.expect("partial_rotary_factor", 1.0)
-
-    scaling = _read_scaling(config, table, max_position)
+        if reader.has(PARTIAL) and not is_partial:
+            reader.expect(PARTIAL, 1.0)
+    scaling = _read_scaling(config, table)
     table.ignore_rest(refused=ROPE_KEYS)
     return RopeConfig(theta, scaling)
 
 
 def _read_scaling(
-    config: ConfigReader, table: ConfigReader, max_position: int
+    config: ConfigReader, table: ConfigReader
 ) -> LinearScaling | Llama3Scaling | YarnScaling | None:
     kind = read_kind(table)
-    if kind == "default":
+    if kind in ("default", "mrope"):
+        # the positions of a text are the same on all axes
+        table.ignore(("mrope_section", "mrope_interleaved"))
+        return None
+    if kind == "dynamic":
+        # it changes only what is longer than `max_position_embeddings`, the limit of sequences
+        table.number("factor", above=0.0)
         return None
     if kind not in ("linear", "llama3", "yarn"):
         raise UnsupportedModel(
-            f"{table.name('rope_type')}: expected default, linear, llama3 or yarn, got {kind!r}, "
-            "which is not implemented."
+            f"{table.name('rope_type')}: expected default, dynamic, linear, llama3, mrope or "
+            f"yarn, got {kind!r}, which is not implemented."
         )
     factor = table.number("factor", above=0.0)
     if factor < 1.0:
         raise table.error("factor", "a number not below 1")
     # as in the reference: the value outside the table takes precedence; the default is max_position
+    max_position = config.integer("max_position_embeddings", maximum=MAX_POSITION)
     original = table.integer(
         "original_max_position_embeddings", maximum=MAX_POSITION, default=max_position
     )
@@ -146,8 +188,8 @@ def _read_yarn(table: ConfigReader, factor: float, original: int) -> YarnScaling
         attention_factor = table.number("attention_factor", above=0.0)
     fast = table.number("beta_fast", above=0.0, default=32.0)
     slow = table.number("beta_slow", above=0.0, default=1.0)
-    if fast <= slow:
-        raise table.error("beta_fast", f"a number above beta_slow ({slow})")
+    if fast < slow:
+        raise table.error("beta_fast", f"a number not below beta_slow ({slow})")
     scales = [
         yarn_mscale(factor, table.number(key, above=0.0))
         for key in ("mscale", "mscale_all_dim")

@@ -59,6 +59,9 @@ class TensorNames:
     """The names of the dense layers over pooled vectors, in order."""
     dense_norm: str = ""
     """The name of the norm of such a layer."""
+    is_grouped: bool = False
+    """Whether the rows of a common tensor of queries, keys and values are ordered by key/value head
+    first."""
     is_interleaved: bool = False
     """Whether the rows of a query or key head are ordered (pair, side) instead of (side, pair)."""
 
@@ -234,9 +237,12 @@ def _query_key_value(
         (f"(k h){d_in} -> {d_out}(k copy) 1 h", (*heads.keys, ("h", H))),
     )
     tensors = (names.query, names.key, names.value)
-    rows = _rows(tensors, (K * G * H, K * H, K * H))
+    sizes, block = (K * G * H, K * H, K * H), None
+    if names.is_grouped:
+        sizes, block = (G * H, H, H), (G + 2) * H
+    rows = _rows(tensors, sizes)
     parts = tuple(
-        TensorPart(f"{tensor}.{kind}", *pattern, part_rows)
+        TensorPart(f"{tensor}.{kind}", *pattern, part_rows, block)
         for tensor, pattern, part_rows in zip(tensors, patterns, rows, strict=True)
     )
     return ParameterSource(f"attention.{parameter}", parts, concat_axis)

@@ -16,6 +16,7 @@ import numpy as np
 
 from ...modelzoo.families.family import ModelSpec
 from ...modelzoo.families.registry import family_of
+from ...modelzoo.families.wholes import PREFIXES
 from ..checkpoint.axis_pattern import AxisPattern
 from ..checkpoint.formats.safetensors import PICKLES, SafetensorsFile
 from ..checkpoint.tensor_source import TensorSource
@@ -199,8 +200,7 @@ class Adapter:
         if end is None or not name.startswith(_BEGINNING):
             raise self._error(f"expected tensors of LoRA, got {name!r}")
         module = name.removeprefix(_BEGINNING).removesuffix(end)
-        whole = family_of(spec).part_of
-        for prefix in () if whole is None else whole.prefixes:
+        for prefix in PREFIXES if spec.ignored_prefixes else ():
             module = prefix.to_standalone(module)
         return module, _ENDS[end]
 

@@ -5,7 +5,7 @@ serve is refused by name and never truncated; an admitted request needs no furth
 """
 
 from array import array
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
@@ -53,6 +53,7 @@ class Admission:
       run_seed: Derives the seeds of requests that have no seed of their own.
       structures: The automata of the plan; None in a plan without structured output.
       adapters: The names of the adapters in the parameters, in order of their numbers.
+      other_tokens: Ids that stand for images, videos or sounds, by their keys in config.json.
     """
 
     grid: BucketGrid
@@ -63,6 +64,7 @@ class Admission:
     run_seed: int = 0
     structures: PackedStructures | None = None
     adapters: Sequence[str] = ()
+    other_tokens: Mapping[str, int] = field(default_factory=dict)
     _planned_ids: dict[PlannedPrefix, "array[int]"] = field(default_factory=dict, init=False)
     """The tokens of planned prefixes of admitted requests."""
     _shared_ids: MutableMapping[SharedPrefix, "array[int]"] = field(
@@ -127,6 +129,14 @@ class Admission:
                 "empty_prompt", "prompt: expected at least one token, got none.", "prompt"
             )
         check_ids("prompt", prompt, self.vocab_size)
+        for key, token in self.other_tokens.items():
+            if token in prompt:
+                raise RowError(
+                    "invalid_token_id",
+                    f"prompt: expected text, got the id {token}, the {key} of config.json: only "
+                    f"the text part of the model is read. Leave out images, videos and sounds.",
+                    "prompt",
+                )
         check_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
         check_ids("logit_bias", tuple(params.logit_bias or ()), self.vocab_size)
         TextCollector(self.tokenizer, params)  # refuses stop strings if there is no tokenizer

@@ -79,30 +79,33 @@ _LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 _MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.2}
-_LATENT = {
-    "num_key_value_heads": 24,
-    "head_dim": 6,
-    "kv_lora_rank": 14,
-    "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 5,
+_ROUTED = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 24,
     "n_routed_experts": 16,
     "num_experts_per_tok": 3,
     "n_shared_experts": 1,
     "routed_scaling_factor": 2.5,
+}
+_LATENT = _ROUTED | {
+    "num_key_value_heads": 24,
+    "head_dim": 6,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
     "n_group": 4,
     "topk_group": 2,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_LAYER_NORM = {"rms_norm_eps": None, "layer_norm_eps": 1e-5}
 _FACTORS = {
     "embedding_multiplier": 2.0,
     "attention_multiplier": 0.25,
     "residual_multiplier": 0.5,
     "logits_scaling": 4.0,
 }
-FAMILIES: Mapping[str, Mapping[str, Any]] = {
+FAMILIES: dict[str, Mapping[str, Any]] = {
     "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": _LLAMA3},
     "mistral": {"sliding_window": 5, "tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 7},
@@ -137,7 +140,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 5,
         "sliding_window_pattern": 2,
     },
-    "cohere": {"rms_norm_eps": None, "layer_norm_eps": 1e-5, "use_qk_norm": True},
+    "cohere": _LAYER_NORM | {"use_qk_norm": True},
     "deepseek_v2": _LATENT
     | {
         "q_lora_rank": None,
@@ -162,6 +165,47 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "attention_bias": True,
     },
 }
+MAPPED: dict[str, Mapping[str, Any]] = {
+    "gemma": {"hidden_act": "gelu"},
+    "vaultgemma": {"hidden_act": "gelu_pytorch_tanh", "sliding_window": 5},
+    "cohere2": _LAYER_NORM | {"sliding_window": 5, "sliding_window_pattern": 2},
+    "olmo3": {"sliding_window": 5, "rope_scaling": _YARN},
+    "flex_olmo": {"num_experts": 8, "num_experts_per_tok": 5},
+    "ministral": {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    "ministral3": {"rope_scaling": _YARN | {"llama_4_scaling_beta": 0.3}},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_intermediate_size": 40, "moe_num_experts": 8, "moe_k": 3},
+    "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "starcoder2": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "rms_norm_eps": None,
+        "norm_epsilon": 1e-5,
+        "sliding_window": 5,
+    },
+    "kimi_k2": _LATENT | {"q_lora_rank": 10, "norm_topk_prob": True},
+    "dots1": _ROUTED | {"norm_topk_prob": True, "n_group": 4, "topk_group": 2},
+    "glm4_moe": _ROUTED | {"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+    "minimax_m2": {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 4},
+    "solar_open": _ROUTED | {"norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+    "deepseek": _ROUTED,
+    "granitemoeshared": _FACTORS
+    | {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 40},
+    "granitemoehybrid": _FACTORS
+    | {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 72,
+        "layer_types": ["attention", "attention"],
+    },
+    "seed_oss": {"attention_out_bias": True},
+    "helium": {"mlp_bias": True},
+    "cwm": {"sliding_window": 5, "rope_scaling": _LLAMA3},
+    "stablelm": _LAYER_NORM,
+    "orion": {},
+    "internlm2": {"bias": True},
+    "mimo": {},
+    "minicpm": {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 24},
+}
+"""Families whose blocks have options of other families; each is tested with one layout."""
 
 LAYOUTS = tuple(named_layout_tables())
 FAMILY_OF = {
@@ -242,7 +286,7 @@ class Expected:
 def config_of(family: str, num_kv_heads: int = 8, num_layers: int = 2) -> DecoderConfig:
     table = {"model_type": family, "num_key_value_heads": num_kv_heads}
     table["num_hidden_layers"] = num_layers
-    config = {**_SHARED, **table, **FAMILIES[family]}
+    config = {**_SHARED, **table, **(FAMILIES | MAPPED)[family]}
     left_out = [key for key in _SHARED if config[key] is None]
     return from_hf_config({k: v for k, v in config.items() if k not in left_out}).config
 

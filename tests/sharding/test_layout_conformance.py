@@ -12,6 +12,7 @@ from laid_out import (
     FAMILIES,
     FAMILY_OF,
     LAYOUTS,
+    MAPPED,
     Answers,
     config_of,
     expected,
@@ -42,6 +43,8 @@ MET_BY_OTHERS = {
 }
 """Layouts that every run has with copies of heads alone, or in other tests that compare with one
 device: of sampled tokens, of weights in codes, of scanned layers and of prefixes."""
+_OF_MAPPED = "gpu-host"
+"""The layout of families whose blocks have options of others: it splits heads over devices."""
 OTHER_MESHES = (
     "gpu-host@data=2,tensor=3",
     "v5p-slice@tensor=2,data=4",
@@ -74,6 +77,7 @@ def pairs() -> list:
         for num_kv_heads in KV_HEADS[1:]:
             if is_legal(layout, num_kv_heads):
                 found.append(("olmo2", layout, num_kv_heads, (layout, num_kv_heads) in OFTEN))
+    found += [(family, _OF_MAPPED, 8, False) for family in MAPPED]
     found += [("llama", layout, 8, layout == OTHER_MESHES[0]) for layout in OTHER_MESHES]
     return [
         pytest.param(
@@ -111,7 +115,7 @@ def test_the_number_of_legal_pairs_is_known():
 
 
 def test_every_family_has_a_case():
-    assert set(FAMILIES) == {family.name for family in registry.FAMILIES}
+    assert {*FAMILIES, *MAPPED} == {family.name for family in registry.FAMILIES}
 
 
 def test_the_answer_is_that_of_one_device(pair):

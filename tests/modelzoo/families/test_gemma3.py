@@ -89,11 +89,6 @@ def test_the_text_part_is_named_as_its_tensors_are(name, embedding, head):
         ({"architectures": ["Gemma3ForCausalLM"]}, "architectures: expected"),
         ({"text_config": TEXT | {"model_type": "gemma2"}}, "text_config.model_type: expected 'gem"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder: expected False"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings: expected True, as in the text"),
-        (
-            {"text_config": TEXT | {"tie_word_embeddings": False}},
-            "tie_word_embeddings: expected False, as in the text, got no such key",
-        ),
         (
             {"text_config": TEXT | {"use_bidirectional_attention": True}},
             "text_config.use_bidirectional_attention: expected False",

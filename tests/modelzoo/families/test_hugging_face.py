@@ -434,7 +434,7 @@ def test_five_layers_of_six_slide_a_window_in_gemma3_where_nothing_else_is_said(
             "sliding_attention.rope_theta: expected the same value as the outer rope_local_base",
         ),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope", "factor": 2.0}}},
             "full_attention.rope_type: expected default",
         ),
     ],
@@ -613,8 +613,21 @@ def test_both_spellings_of_rope_mean_the_same(old, scaling):
 
 
 @pytest.mark.parametrize(
-    "kind", ["dynamic", "longrope", "su", "mrope", "proportional", "ntk-by-parts", ""]
+    "table",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"type": "mrope", "mrope_section": [2, 3, 3]},
+        {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True},
+    ],
+    ids=str,
 )
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_kinds_that_change_no_position_of_a_text_are_the_plain_rotation(key, table):
+    """Dynamic scaling begins past the longest sequence; the axes of images are equal in texts."""
+    assert alike(from_hf_config(LLAMA | {key: table}).config).rope == RopeConfig()
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "proportional", "ntk-by-parts", ""])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_other_rope_types_are_refused_by_name(key, kind):
     table = {"rope_type": kind, "factor": 2.0}

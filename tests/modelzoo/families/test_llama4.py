@@ -155,14 +155,6 @@ WHOLE_REFUSALS = {
         {"text_config": TEXT | {"sliding_window": 3}},
         r"text_config\.sliding_window: expected null",
     ),
-    "a head that is tied outside alone": (
-        {"tie_word_embeddings": True},
-        "tie_word_embeddings: expected False",
-    ),
-    "a head that is tied inside alone": (
-        {"text_config": TEXT | {"tie_word_embeddings": True}, "tie_word_embeddings": None},
-        "tie_word_embeddings: expected True, as in the text, got None",
-    ),
 }
 
 

@@ -391,6 +391,16 @@ def test_a_row_that_is_too_long_is_told_what_is_possible(length, max_tokens, mes
         admission.admit(Request("row", [5] * length, params), 0)
 
 
+def test_a_token_that_stands_for_an_image_is_refused_by_its_key():
+    admission = Admission(
+        GRID, CONFIG.vocab_size, CONFIG.max_position, (), other_tokens={"image_token_id": 9}
+    )
+    admission.admit(Request("text", [5, 8], GREEDY), 0)
+    with pytest.raises(RowError, match=r"the id 9, the image_token_id of config\.json") as caught:
+        admission.admit(Request("image", [5, 9, 8], GREEDY), 0)
+    assert caught.value.code == "invalid_token_id"
+
+
 def test_min_tokens_that_cannot_be_reached_are_refused(model):
     generator = model.generator()
     params = SamplingParams(min_tokens=GRID.max_length - 2)
