@@ -1,8 +1,8 @@
-"""The tutorials on layouts and buckets, followed word for word.
+"""The tutorials on layouts and buckets: commands that plan are followed word for word.
 
 A folder has nothing but `benchmarks/` and `examples/`, which the pages name. Each block of a page
 is saved or run as the page says, and the lines that it shows are among those that are printed.
-Times, and figures that differ with versions of compilers, are left out of the comparison.
+Seconds of a search are left out of the comparison.
 """
 
 import os
@@ -17,8 +17,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs/tutorials"
-SETUP = ("source .venv/bin/activate", "pip install libtpu")
-"""Commands that change the environment, which the tests have."""
 
 
 class Step(NamedTuple):
@@ -60,13 +58,8 @@ def _joined(body: str) -> list[str]:
 
 
 def key_line(line: str) -> str:
-    """Return a line without times and figures of compilers; empty if nothing else is in it."""
-    if re.fullmatch(r"\S+: (prefill \S+|decode)  [\d.]+ s|[ -]*|\.\.\.", line):
-        return ""
-    line = re.sub(r"; [\d.]+ s$|(?<=difference )[\d.e-]+|(?<=more than )[\d.e-]+", "", line)
-    # a layout with its mesh, and the sizes of its weights and cache
-    row = re.match(r"\S+ +\w+=\d\S*( +[\d.,]+){2}(?= )", line)
-    return " ".join((row.group() if row else line).split())
+    """Return a line without the seconds of a search."""
+    return " ".join(re.sub(r"; [\d.]+ s$", "", line).split())
 
 
 def follow(steps: list[Step], folder: Path) -> None:
@@ -78,7 +71,7 @@ def follow(steps: list[Step], folder: Path) -> None:
     for step in steps:
         if step.file:
             (folder / step.file).write_text(step.content, "utf-8")
-        elif step.command not in SETUP:
+        else:
             done = subprocess.run(
                 ["bash", "-c", step.command],
                 cwd=folder,
@@ -88,13 +81,9 @@ def follow(steps: list[Step], folder: Path) -> None:
                 check=False,
             )
             printed = done.stdout + done.stderr
-            # the findings of a refused layout are indented
-            is_refused = any(line.startswith("  ") for line in step.shown)
-            assert done.returncode == is_refused, f"{step.command}\n{printed}"
+            assert done.returncode == 0, f"{step.command}\n{printed}"
             lines = {key_line(line) for line in printed.splitlines()}
-            missing = [
-                line for line in step.shown if key_line(line) and key_line(line) not in lines
-            ]
+            missing = [line for line in step.shown if key_line(line) not in lines]
             assert not missing, f"{step.command}\nlacks {missing}\n{printed}"
 
 
@@ -105,20 +94,8 @@ def test_a_workload_is_planned_as_the_tutorial_shows(tmp_path):
     follow(steps, tmp_path / "empty")
 
 
-@pytest.mark.slow
-def test_the_tutorial_on_buckets_does_what_it_says(tmp_path):
-    follow(list(steps_of("choose_buckets")), tmp_path / "empty")
-
-
-@pytest.mark.slow
-@pytest.mark.tpu_compile
-def test_the_tutorial_on_layouts_does_what_it_says(tmp_path):
-    follow(list(steps_of("try_a_layout")), tmp_path / "empty")
-
-
 @pytest.mark.parametrize("page", ["choose_buckets", "try_a_layout"])
 def test_a_tutorial_reads_only_files_that_are_there_or_that_it_wrote(page):
-    """A faster look at the commands of both pages than to run them."""
     there: set[str] = set()
     read = re.compile(
         r"-(?:i|-workload|-plan|-layouts?|-calibration|-model) (?:\"([^\"]+)\"|(\S+))"
