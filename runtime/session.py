@@ -379,6 +379,7 @@ def start(
             attention=attention,
             vocab_size=config.vocab_size,
             max_position=config.max_position,
+            other_tokens=model.files.spec.other_tokens,
         )
     packed = None
     if grid.structured is not None:

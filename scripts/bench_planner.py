@@ -168,7 +168,12 @@ def _planned(
         grids = CandidateGrids(rows, LLAMA_1B.max_position, cost, budget, GridDefaults())
         return grids.prefill_buckets(tokens, grid.decode_slots)
 
-    tokens = next(n for n in TOKENS_PER_PREFILL if prefill_of(n, budget) == grid.prefill)
+    # the size of call whose lengths are those of the grid; batches near it may differ
+    lengths = [bucket.length for bucket in grid.prefill]
+    tokens = min(
+        (n for n in TOKENS_PER_PREFILL if [b.length for b in prefill_of(n, budget)] == lengths),
+        key=lambda n: abs(n - sum(b.length * b.batch for b in grid.prefill) / len(lengths)),
+    )
     budget = replace(budget, prefill_graphs=count)
     return simulate_grid(
         replace(grid, prefill=prefill_of(tokens, budget)), Schedules(rows), cost, budget

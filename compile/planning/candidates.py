@@ -214,7 +214,8 @@ class CandidateGrids:
         """The cheapest lengths in small calls, and in calls that may take all slots."""
         yield self.prefill_buckets(tokens, slots)
         if slots:
-            yield [b._replace(batch=min(b.batch, slots)) for b in self._cut(tokens)]
+            most = round_up(slots, self._defaults.batch_multiple)
+            yield [b._replace(batch=min(b.batch, most)) for b in self._cut(tokens)]
 
     def _useful(self, tokens_per_call: Sequence[int]) -> list[int]:
         """The sizes of calls up to the first one that has room for all prompts."""
@@ -276,10 +277,10 @@ class CandidateGrids:
         """The grid of these graphs; None if its pages have no room for a row of its length."""
         calls = calls_to_fill(slots, prefill)
         grid = grid_of(self.max_length, prefill, slots, self._score, self._defaults, calls)
-        if not slots:
-            return grid
         work = self._cost.work
-        grid = with_needed_pages(grid, self._slot_use[bool(grid.chunks)])
         beside_calls = self._cost.hardware.memory_bytes - working_bytes(work, grid)
+        if not slots:
+            return grid if work.parameter_bytes <= beside_calls else None
+        grid = with_needed_pages(grid, self._slot_use[bool(grid.chunks)])
         limit = min(self._budget.memory_bytes, beside_calls)
         return pages_in_memory(grid, work, limit - work.parameter_bytes)

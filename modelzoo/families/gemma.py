@@ -11,9 +11,9 @@ from .gemma2 import HF_DEFAULTS, HF_NAMES, hf_options, shared_hf_options
 
 
 def _gemma_options(config: ConfigReader, num_layers: int) -> Options:
-    for key in ("hidden_act", "hidden_activation"):
-        # old files say gelu, and mean its approximation
-        if config.has(key) and config.text(key) not in ("gelu", "gelu_pytorch_tanh"):
+    # old files say gelu without hidden_activation, and mean its approximation
+    for key, also in (("hidden_act", "gelu"), ("hidden_activation", "gelu_pytorch_tanh")):
+        if config.has(key) and config.text(key) not in (also, "gelu_pytorch_tanh"):
             raise config.error(key, "'gelu_pytorch_tanh', the only one implemented")
     options = shared_hf_options(config, (None,) * num_layers)
     return replace(options, norm_placement="before")

@@ -63,7 +63,7 @@ def _orion_options(config: ConfigReader, num_layers: int) -> Options:
 
 def _internlm2_options(config: ConfigReader, num_layers: int) -> Options:
     del num_layers
-    has_bias = config.flag("bias", default=False)
+    has_bias = config.flag("bias", default=True)
     return Options(qkv_bias=has_bias, output_bias=has_bias)
 
 

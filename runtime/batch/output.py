@@ -242,7 +242,9 @@ def add_outcomes(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def add_figures(manifests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The figures of the job of parts or stages: their sums, and those of all their runs."""
     runs = [run for manifest in manifests for run in runs_of(manifest)]
-    sums = [figure.name for figure in OTHERS if figure.over_parts == "sum"]
+    sums = {figure.name: figure.zero for figure in OTHERS if figure.over_parts == "sum"}
     # parts of an earlier noria do not have all figures
-    added = {name: add([m[name] for m in manifests if name in m]) for name in sums}
+    added = {
+        name: add([zero, *(m[name] for m in manifests if name in m)]) for name, zero in sums.items()
+    }
     return {**added, **sums_of_runs(runs)}

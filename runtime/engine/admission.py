@@ -129,14 +129,7 @@ class Admission:
                 "empty_prompt", "prompt: expected at least one token, got none.", "prompt"
             )
         check_ids("prompt", prompt, self.vocab_size)
-        for key, token in self.other_tokens.items():
-            if token in prompt:
-                raise RowError(
-                    "invalid_token_id",
-                    f"prompt: expected text, got the id {token}, the {key} of config.json: only "
-                    f"the text part of the model is read. Leave out images, videos and sounds.",
-                    "prompt",
-                )
+        check_text("prompt", prompt, self.other_tokens)
         check_ids("stop_token_ids", params.stop_token_ids, self.vocab_size)
         check_ids("logit_bias", tuple(params.logit_bias or ()), self.vocab_size)
         TextCollector(self.tokenizer, params)  # refuses stop strings if there is no tokenizer
@@ -291,6 +284,18 @@ class Admission:
                 return prefix
             prefix = prefix.parent
         return None
+
+
+def check_text(name: str, ids: Sequence[int], other_tokens: Mapping[str, int]) -> None:
+    """Refuse ids that stand for images, videos or sounds, given by their keys in config.json."""
+    for key, token in other_tokens.items():
+        if token in ids:
+            raise RowError(
+                "invalid_token_id",
+                f"{name}: expected text, got the id {token}, the {key} of config.json: only the "
+                f"text part of the model is read. Leave out images, videos and sounds.",
+                name,
+            )
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -8,8 +8,8 @@ name and never truncated.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from ...compile.grids.prefill_bucket import PrefillBucket
 from ..embedding.texts import EncodedText, unpack
 from ..errors import RowError, check_process
 from ..request import Request, RequestMetrics, RequestOutput
-from .admission import check_ids
+from .admission import check_ids, check_text
 from .call_results import CallResults
 from .engine import Engine
 from .metrics import PrefillUse, RunFigures, prefill_name
@@ -61,10 +61,12 @@ class EmbeddingSession(Engine[EmbedAction, _OpenRequest]):
     Attributes:
       vocab_size: The number of token ids of the model, without padding.
       max_position: The number of positions of the model.
+      other_tokens: Ids that stand for images, videos or sounds, by their keys in config.json.
     """
 
     vocab_size: int
     max_position: int
+    other_tokens: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         super().__post_init__()
@@ -177,6 +179,7 @@ class EmbeddingSession(Engine[EmbedAction, _OpenRequest]):
         if not text.ids:
             raise RowError("empty_prompt", f"{name}: expected at least one token, got none.", name)
         check_ids(name, text.ids, self.vocab_size)
+        check_text(name, text.ids, self.other_tokens)
         length = len(text.ids)
         try:
             if length > self.max_position:

@@ -41,7 +41,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         with Path(path).open("rb") as file:
             return tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of the syntax, of the encoding, or of an integer too long
         raise ConfigError(f"{path}: expected TOML, got: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
@@ -89,7 +89,7 @@ def _override_value(override: str, text: str) -> Any:
     if "\n" not in text:
         try:
             return tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except ValueError:  # of the syntax, or of an integer too long
             if _BARE_WORD.fullmatch(text):
                 return text
     raise ConfigError(f"--set {override}: expected a TOML value or a bare word, got {text!r}.")

@@ -36,6 +36,11 @@ class Figure(NamedTuple):
     shown: str = ""
     """The words after it in the line that sums up a job; empty if it is not shown there."""
 
+    @property
+    def zero(self) -> Any:
+        """The figure of no rows."""
+        return {} if self.unit == "rows by key" else 0
+
 
 def _ends_at_max_length(body: Mapping[str, Any], has_limit: bool) -> float | None:
     reasons = [choice["finish_reason"] for choice in body.get("choices", ())]

@@ -13,8 +13,8 @@ from faulty_disk import Crash, FaultyDisk
 
 from noria.runtime.batch import row_runner
 from noria.runtime.batch.merge import merge
-from noria.runtime.batch.output import summarise
-from noria.runtime.engine.metrics import DecodeUse, EngineMetrics, PageUse, PrefillUse
+from noria.runtime.batch.output import add_figures, summarise
+from noria.runtime.engine.metrics import DecodeUse, EngineMetrics, PageUse, PrefillUse, Scale
 from noria.runtime.errors import JobError
 from noria.runtime.files.manifest import COMMON_KEYS, manifest_path
 from noria.runtime.progress.progress import Progress
@@ -212,6 +212,14 @@ def test_the_last_line_of_a_job_shows_the_figures_that_are_shown(source, tmp_pat
     assert "tokens/s with prefill" in line and f"run {manifest['run_seconds']:.1f} s" in line
 
 
+def test_the_figures_of_parts_that_lack_them_are_those_of_no_rows():
+    added = add_figures([{"runs": []}, {"runs": []}])
+    assert added["ignored_keys"] == {}
+    assert add_figures([added | {"runs": []}, {"runs": [], "ignored_keys": {"a": 2}}])[
+        "ignored_keys"
+    ] == {"a": 2}
+
+
 def test_counters_are_scaled_with_all_of_their_fields():
     """Every counter of an engine has a value of its own here."""
     metrics = EngineMetrics()
@@ -221,7 +229,7 @@ def test_counters_are_scaled_with_all_of_their_fields():
     numbers = [f.name for f in fields(EngineMetrics) if f.type in (int, float)]
     for value, name in enumerate(numbers, start=30):
         setattr(metrics, name, value)
-    scaled, factor = metrics.scaled(3), 3
+    scaled, factor = metrics.scaled(Scale(3, 3, 3)), 3
     for use, other in [
         *((getattr(metrics, n), getattr(scaled, n)) for n in ("decode", "pages")),
         (metrics.prefill["graph"], scaled.prefill["graph"]),

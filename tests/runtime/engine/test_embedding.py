@@ -33,10 +33,10 @@ def model():
     return graphs, random_parameters(definition), HostArrays(placement.replicated)
 
 
-def session(model, parameters=None) -> EmbeddingSession:
+def session(model, parameters=None, **options) -> EmbeddingSession:
     graphs, own, host = model
     sizes = {"vocab_size": CONFIG.vocab_size, "max_position": CONFIG.max_position}
-    return EmbeddingSession(runner=ModelRunner(graphs, parameters or own, host), **sizes)
+    return EmbeddingSession(runner=ModelRunner(graphs, parameters or own, host), **sizes, **options)
 
 
 def request(name: str, *texts: list[int]) -> Request:
@@ -55,6 +55,13 @@ def vectors_of(session: EmbeddingSession, requests: list[Request]) -> dict[str, 
     assert len(outputs) == len(requests) and not session.unfinished
     assert all(output.vectors is not None for output in outputs)
     return {output.request_id: output.vectors for output in outputs}  # pyright: ignore
+
+
+def test_a_token_that_stands_for_an_image_is_refused_by_its_key(model):
+    reader = session(model, other_tokens={"image_token_id": 9})
+    reader.submit(request("text", [5, 8]))
+    with pytest.raises(RowError, match=r"input: .* the id 9, the image_token_id of config\.json"):
+        reader.submit(request("image", [5, 9, 8]))
 
 
 def test_vectors_are_the_same_bits_alone_in_any_order_and_in_lists(model):

@@ -120,6 +120,15 @@ def test_chunks_that_a_layout_does_not_divide_are_left_out_of_every_candidate():
     assert {one.grid.chunks for one in found} == {(), (32,), (64,)}
 
 
+def test_calls_have_as_many_rows_as_a_layout_divides():
+    """The batch of prompts may be split further than the slots."""
+    defaults = GridDefaults(batch_multiple=8, slot_multiple=2)
+    found = candidates(rows_of(0, count=10, longest=50), defaults=defaults)
+    batches = {bucket.batch % 8 for one in found for bucket in one.grid.prefill}
+    assert batches == {0}
+    assert any(one.grid.decode_slots % 8 for one in found)
+
+
 def test_all_slots_of_a_planned_grid_may_fill_before_any_row_decodes():
     found = CandidateGrids(rows_of(0, longest=50), 126, COST, Budget(), GridDefaults())
     grids = [candidate.grid for candidate in found.chunk_candidates()]
