@@ -23,7 +23,7 @@ from noria.sharding.legality import check
 
 HARDWARE = Hardware("mine", "made up", {"float32": 1e9}, 1e9, 1e8, 1e7, [])
 COST = CostModel(work_of(PLAIN), HARDWARE)
-TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 ONE_DEVICE = GridDefaults()
 # rows over 2 devices, and the tokens of a prompt over 3: no power of two divides by them
 SPLIT = {

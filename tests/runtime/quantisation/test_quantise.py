@@ -149,7 +149,10 @@ def config_of(family: str) -> dict[str, Any]:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    table = AutoConfig.for_model(family, **{**SHARED, **CASE_OF[family].options}).to_dict()
+    case = CASE_OF[family]
+    table = AutoConfig.for_model(family, **{**SHARED, **case.options}).to_dict()
+    if "partial_rotary_factor" in case.rope:
+        table["rope_parameters"] |= case.rope
     return table | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]}
 
 
