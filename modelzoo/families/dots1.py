@@ -50,8 +50,6 @@ def _glm4_moe_options(config: ConfigReader, num_layers: int) -> Options:
 
 def _solar_options(config: ConfigReader, num_layers: int) -> Options:
     del num_layers
-    config.expect("use_qk_norm", False)
-    config.expect("first_k_dense_replace", 0)
     moe = read_mixture(config, read_v3_routing(config))
     # all layers are sparse, so files need no size of dense ones
     mlp = config.integer("intermediate_size", maximum=MAX_MLP, default=moe.mlp)
