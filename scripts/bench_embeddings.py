@@ -9,8 +9,9 @@ those of published corpora: many short texts and a long tail. Both sides get the
 pool the mean and normalise. transformers runs as in sentence-transformers' `encode`: texts sorted
 by length, 32 in a batch, each batch padded to its longest text. The speed of a machine changes
 within minutes, so both sides run in turns: an eighth of the texts each, the longest first. Compile
-time is reported apart, first calls count, and the vectors are compared. If the output already has
-runs of other shapes or dtypes, they stay.
+time is reported apart, first calls count, and the vectors are compared. A part whose texts were in
+an earlier call takes almost no time, so a job of few texts has parts with very high ratios. If the
+output already has runs of other shapes or dtypes, they stay.
 """
 
 import argparse

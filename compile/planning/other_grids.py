@@ -16,7 +16,7 @@ from ..grids.grid_defaults import GridDefaults, round_up
 from ..grids.prefill_bucket import PrefillBucket
 from ..grids.prefill_ladder import with_small_calls
 from ..grids.slot_use import SlotUse
-from .candidates import TOKENS_PER_PREFILL
+from .candidates import TOKENS_PER_PREFILL, working_bytes
 from .cost import CostModel
 from .run_bounds import ExpectedRow, rows_by_bucket
 
@@ -31,9 +31,10 @@ def rule_based(
 ) -> Mapping[str, BucketGrid]:
     """The fastest grids of whole prompts whose prefill lengths follow a rule, by name.
 
-    They have at most as many prefill graphs as `grid`, and its slots and pages. Serving stacks ship
-    powers of two up to the longest prompt: those of JetStream and vLLM's TPU backend begin at 16,
-    those of SGLang at 64. Multiples of 128 are the other common choice.
+    They have at most as many prefill graphs as `grid`, its slots and pages, and calls that fit in
+    the memory of a device; if none fits, the smallest ones. Serving stacks ship powers of two up to
+    the longest prompt: those of JetStream and vLLM's TPU backend begin at 16, those of SGLang at
+    64. Multiples of 128 are the other common choice.
 
     Args:
       grid: The grid to compare with.
@@ -54,7 +55,8 @@ def rule_based(
                 prefill = with_small_calls(whole.prefill, slots, num_sequences, defaults)
                 whole = replace(whole, prefill=prefill)
             of_rule.append(with_fastest_lengths(whole, prompts, max_buckets, cost))
-        found[name] = min(of_rule, key=lambda whole: _prefill_seconds(whole, prompts, cost))
+        fitting = [whole for whole in of_rule if _fits(whole, cost)] or of_rule[:1]
+        found[name] = min(fitting, key=lambda whole: _prefill_seconds(whole, prompts, cost))
     return found
 
 
@@ -105,6 +107,13 @@ def with_fastest_lengths(
 
     ends = cheapest_cuts(seconds, len(buckets), max_buckets)
     return replace(grid, prefill=tuple(buckets[end] for end in ends))
+
+
+def _fits(grid: BucketGrid, cost: CostModel) -> bool:
+    """Whether a device has the memory of the weights, the cache and the largest call."""
+    work = cost.work
+    own = work.parameter_bytes + work.grid_bytes(grid)
+    return own + working_bytes(work, grid) <= cost.hardware.memory_bytes
 
 
 def _prefill_seconds(grid: BucketGrid, prompts: np.ndarray, cost: CostModel) -> float:

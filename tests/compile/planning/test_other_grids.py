@@ -35,6 +35,11 @@ SPLIT = {
 }
 
 
+def with_memory(num_bytes: float) -> CostModel:
+    """Return the same prices for a device with so many bytes."""
+    return CostModel(COST.work, replace(HARDWARE, memory_bytes=num_bytes))
+
+
 @cache
 def call_seconds(length: int, batch: int) -> float:
     return COST.seconds(PrefillBucket(length, batch).call())
@@ -101,6 +106,15 @@ def test_no_lengths_of_a_rule_are_faster_than_those_that_are_compared(rule):
         # as many graphs, and the same memory
         assert len(found.prefill) <= len(plan.prefill)
         assert replace(found, prefill=plan.prefill) == plan
+
+
+@pytest.mark.parametrize("rule", ["powers of two", "multiples of 128"])
+def test_calls_that_need_more_memory_than_a_device_has_are_not_compared(rule):
+    rows, plan = rows_of(np.full(400, 100)), plan_of(1, 100, slots=0)
+    memory = COST.work.parameter_bytes + COST.work.working_bytes(PrefillBucket(128, 2).call())
+    (small,) = rule_based(plan, rows, ONE_DEVICE, with_memory(memory))[rule].prefill
+    (large,) = rule_based(plan, rows, ONE_DEVICE, COST)[rule].prefill
+    assert small.batch <= 2 < large.batch
 
 
 def test_the_grids_of_a_rule_are_legal_under_the_layout_of_the_plan():

@@ -357,6 +357,13 @@ def test_gemma2_is_read_as_published():
     assert config.tie_embeddings
 
 
+def test_gelu_of_gemma_is_its_approximation_only_under_the_old_key():
+    options = {"hidden_act": "gelu", "head_dim": 16}
+    assert alike(from_hf_config(family("gemma", **options)).config).activation == "gelu_tanh"
+    with pytest.raises(UnsupportedModel, match=r"hidden_activation: expected 'gelu_pytorch_tanh'"):
+        from_hf_config(family("gemma", **options, hidden_activation="gelu"))
+
+
 def test_what_gemma2_leaves_out_is_what_the_reference_assumes():
     sizes = {k: v for k, v in family("gemma2").items() if k != "head_dim"}
     config = from_hf_config(sizes).config
